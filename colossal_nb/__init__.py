@@ -1,0 +1,1 @@
+"""Interactive parallel training in PyTorch, made visible."""
