@@ -1,0 +1,186 @@
+"""A cell's run: its messages while it runs, its outputs, errors and record afterwards."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+
+    from colossal_nb.plan.strategy import Strategy
+    from colossal_nb.record.store import Record
+
+
+@dataclass(frozen=True)
+class Output:
+    """One piece of output of one rank. `kind`: stream, display, update_display, result, error or clear.
+
+    A stream has `name` (stdout, stderr) and `text`; display, update_display and result have a mime bundle in `data`
+    and its `metadata`; an error has the formatted traceback in `text`; clear has `name` "wait" when the page shall
+    keep the old output until new output arrives. `time_s` is seconds since the cell began.
+    """
+
+    rank: int
+    kind: str
+    time_s: float
+    name: str = ""
+    text: str = ""
+    data: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] | None = None
+    display_id: str = ""
+
+
+@dataclass(frozen=True)
+class Events:
+    """Recorded events of one rank, a frame of `record` that the run has already folded into its own record."""
+
+    rank: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What one rank does now: `state` is running, computing, waiting, released, done, error, busy, dead or started.
+
+    `what` names the operation or the reason, `since_s` counts seconds since the cell began, `where` is the user's line.
+    """
+
+    rank: int
+    state: str
+    what: str = ""
+    since_s: float = 0.0
+    where: str = ""
+
+
+Message = Output | Events | RankState
+
+
+@dataclass(frozen=True)
+class RankError:
+    """An exception (or the death) of one rank. `line` is the line in the cell; `consequence`: another rank caused it."""
+
+    rank: int
+    ename: str
+    evalue: str
+    traceback: list[str] = field(default_factory=list)
+    line: int | None = None
+    time_s: float = 0.0
+    consequence: bool = False
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the line under a cell says. Bytes and bubble are None where the cell recorded nothing of the kind."""
+
+    engines: int
+    strategy: str
+    seconds: float
+    peak_bytes: int | None = None
+    peak_rank: int | None = None
+    bubble: float | None = None
+    sent_bytes: int | None = None
+    steps: int = 0
+    loss: float | None = None
+
+
+class Run:
+    """One cell on the ranks. Iterate it while it runs (it must be iterated, or `wait()` called, for it to progress)."""
+
+    def __init__(self, source: str, strategy: Strategy | None, ranks: tuple[int, ...], world_size: int = 0,
+                 notes: tuple[str, ...] = ()) -> None:
+        self.source = source
+        self.strategy = strategy
+        self.ranks = ranks
+        self.world_size = world_size or len(ranks)
+        self.notes = list(notes)
+        """Plain sentences for the user: growth, replaced ranks, missing names, what limits a stop."""
+        self.status = "running"
+        self.outputs: dict[int, list[Output]] = {rank: [] for rank in ranks}
+        self.errors: dict[int, RankError] = {}
+        self.seconds = 0.0
+        self.interrupted = False
+        self._frames: list[bytes] = []
+        self._record: Record | None = None
+        self._messages: Iterator[Message] = iter(())
+        self._summary: Summary | None = None
+
+    def attach(self, messages: Iterator[Message]) -> None:
+        """Give the run the loop that drives it (the session does)."""
+        self._messages = messages
+
+    def __iter__(self) -> Iterator[Message]:
+        return self._messages
+
+    def wait(self, show: Callable[[Message], None] | None = None) -> Run:
+        """Drive the run to its end; `show` is called with each message."""
+        for message in self._messages:
+            if show is not None:
+                show(message)
+        return self
+
+    def add(self, message: Message) -> None:
+        """Keep a message; the session calls this before the message is seen by who iterates."""
+        if isinstance(message, Output):
+            self.outputs.setdefault(message.rank, []).append(message)
+        elif isinstance(message, Events):
+            self._frames.append(message.data)
+            self._record = None
+
+    @property
+    def error(self) -> RankError | None:
+        """The first cause: the earliest error that is no consequence of another."""
+        causes = [error for error in self.errors.values() if not error.consequence] or list(self.errors.values())
+        return min(causes, key=lambda error: (error.time_s, error.rank), default=None)
+
+    @property
+    def record(self) -> Record:
+        """Everything the ranks recorded, as one read-only `Record`."""
+        if self._record is None:
+            from colossal_nb.record.store import RecordBuilder
+            builder = RecordBuilder()
+            for frame in self._frames:
+                builder.feed(frame)
+            self._record = builder.record()
+        return self._record
+
+    def text(self, rank: int | None = None, name: str = "stdout") -> str:
+        """All stream text of one rank (or of all, rank by rank)."""
+        ranks = self.ranks if rank is None else (rank,)
+        return "".join(output.text for each in ranks for output in self.outputs.get(each, [])
+                       if output.kind == "stream" and output.name == name)
+
+    @property
+    def summary(self) -> Summary:
+        """Figures for the line under the cell, all of them read from the record."""
+        if self._summary is None or self.status == "running":
+            from colossal_nb import summary
+            self._summary = summary.of(self)
+        return self._summary
+
+    def slices(self) -> pandas.DataFrame:
+        """The recorded slices, one row each (see `record`)."""
+        return self._frame("slices")
+
+    def memory(self) -> pandas.DataFrame:
+        """The memory samples, one row per rank and instant, one column per category, in bytes."""
+        return self._frame("memory")
+
+    def _frame(self, name: str) -> pandas.DataFrame:
+        from colossal_nb.record import export
+        frame: pandas.DataFrame = export.to_frames(self.record)[name]
+        return frame
+
+    def to_csv(self, folder: str | Path) -> None:
+        """Write the record as CSV files into `folder`."""
+        from colossal_nb.record import export
+        export.to_csv(self.record, Path(folder))
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Write the slices as a Chrome trace (opens in Perfetto)."""
+        from colossal_nb.record import export
+        export.to_chrome_trace(self.record, Path(path))
+
+    def __repr__(self) -> str:
+        return f"<Run {self.status}, {len(self.ranks)} ranks, {self.seconds:.2f} s>"
