@@ -1,0 +1,63 @@
+"""Real bytes without a download: the sources of the installed Python's standard library."""
+
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SPLITS = ("train", "validation")
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+def files(split: str) -> list[Path]:
+    """The files of a split, in a fixed order. One file in ten, chosen by a checksum of its name, is for validation."""
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: it is one of {', '.join(SPLITS)}")
+    root = Path(sysconfig.get_path("stdlib"))
+    kept: list[Path] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _LEFT_OUT]
+        kept.extend(Path(folder, name) for name in names if name.endswith(".py"))
+    rolls = {path: zlib.crc32(path.relative_to(root).as_posix().encode()) % 10 for path in sorted(kept)}
+    return [path for path, roll in rolls.items() if (roll == 0) == (split == "validation")]
+
+
+@cache
+def data(split: str) -> Tensor:
+    """All bytes of a split, one after another: uint8, 1-dimensional."""
+    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files(split))), dtype=torch.uint8)
+
+
+def batches(
+    count: int, batch_size: int, length: int, seed: int = 0, split: str = "train"
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """`count` pairs (inputs, targets), int64 of shape (batch_size, length): random windows and the byte that follows.
+
+    The same arguments give the same batches on every rank.
+    """
+    if min(count, batch_size, length) < 1:
+        raise ValueError(f"count={count}, batch_size={batch_size}, length={length}: all must be at least 1")
+    text = data(split)
+    if length + 1 > len(text):
+        raise ValueError(f"length={length}: the {split} split has {len(text)} bytes")
+    return _windows(text, count, batch_size, length, seed)
+
+
+def _windows(text: Tensor, count: int, batch_size: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.arange(length + 1)
+    for _ in range(count):
+        starts = torch.randint(len(text) - length, (batch_size, 1), generator=generator)
+        window = text[starts + steps].long()
+        yield window[:, :-1], window[:, 1:]
+
+
+def unigram_entropy(split: str) -> float:
+    """Entropy of single bytes in nats: the loss of a model that knows only how frequent each byte is."""
+    share = torch.bincount(data(split).long(), minlength=256).double() / len(data(split))
+    return float(-(share * share.clamp_min(1e-300).log()).sum())
