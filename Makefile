@@ -1,0 +1,42 @@
+# make demo | test | lab | bench | check | setup | clean. Every one is complete in itself: the first makes .venv.
+# Needs git, make and Python >= 3.11 with venv. Another interpreter: make demo PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+STAMP := $(VENV)/.installed
+DEMO := build/demo
+
+.PHONY: demo test lab bench check setup clean
+.DEFAULT_GOAL := demo
+
+setup: $(STAMP)
+
+# torch comes first and alone: a CPU wheel that is already there (see the README) satisfies everything after it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,lab]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python tools/run_tutorial.py tutorials/01-a-cluster-in-a-cell.md --out $(DEMO)
+
+test: check
+	$(BIN)/python -m pytest tests
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tools/size_report.py
+
+lab: $(STAMP)
+	$(BIN)/jupyter lab --notebook-dir=tutorials
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
