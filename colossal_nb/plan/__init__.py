@@ -1,0 +1,10 @@
+"""What should happen: plain arithmetic about strategies, meshes, layouts and schedules. No torch, no processes."""
+
+from colossal_nb.plan.layout import Layout, On, Partial, Placement, Replicate, Shard
+from colossal_nb.plan.mesh import AXES, Mesh
+from colossal_nb.plan.moves import Move
+from colossal_nb.plan.strategy import FIELDS, Strategy
+
+__all__ = [
+    "AXES", "FIELDS", "Layout", "Mesh", "Move", "On", "Partial", "Placement", "Replicate", "Shard", "Strategy",
+]  # fmt: skip
