@@ -3,8 +3,10 @@
 from colossal_nb.plan.layout import Layout, On, Partial, Placement, Replicate, Shard
 from colossal_nb.plan.mesh import AXES, Mesh
 from colossal_nb.plan.moves import Move
+from colossal_nb.plan.schedule import Action, Exchange, Transfer, in_flight, program, schedule, validate
 from colossal_nb.plan.strategy import FIELDS, Strategy
 
 __all__ = [
-    "AXES", "FIELDS", "Layout", "Mesh", "Move", "On", "Partial", "Placement", "Replicate", "Shard", "Strategy",
+    "AXES", "FIELDS", "Action", "Exchange", "Layout", "Mesh", "Move", "On", "Partial", "Placement", "Replicate",
+    "Shard", "Strategy", "Transfer", "in_flight", "program", "schedule", "validate",
 ]  # fmt: skip
