@@ -8,10 +8,11 @@ bubbles) is derived in `measures`, never stored.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,12 +60,20 @@ class Table:
     def decoded(self, rows: NDArray[np.void], names: NDArray[Any]) -> NDArray[np.void]:
         """Rows with their text put in: `names[i]` is text number i."""
         columns = {name: names[rows[name]] if name in self.text else rows[name] for name in self.names}
-        text = {name: f"U{max(1, *map(len, set(columns[name].tolist())))}" if len(rows) else "U1" for name in self.text}
-        dtype = np.dtype([(name, text.get(name, self.dtype[name])) for name in self.names])
-        result = np.empty(len(rows), dtype)
+        result = np.empty(len(rows), self._dtype({name: columns[name].tolist() for name in self.text}))
         for name, column in columns.items():
             result[name] = column
         return result
+
+    def array(self, rows: Sequence[tuple[Any, ...]] = ()) -> NDArray[np.void]:
+        """Rows given as tuples in the order of the columns."""
+        columns = dict(zip(self.names, zip(*rows, strict=True), strict=True)) if rows else {}
+        return np.array(list(map(tuple, rows)), self._dtype({name: columns.get(name, ()) for name in self.text}))
+
+    def _dtype(self, text: Mapping[str, Sequence[str]]) -> np.dtype[np.void]:
+        """Columns wide enough for their longest text."""
+        width = {name: f"U{max([1, *map(len, set(values))])}" for name, values in text.items()}
+        return np.dtype([(name, width.get(name, self.dtype[name])) for name in self.names])
 
 
 SLICE = Table((
@@ -82,22 +91,35 @@ STATE = Table((("rank", "i4"), ("t", "f8"), ("state", "s"), ("reason", "s")))
 TABLES: dict[str, Table] = {"slices": SLICE, "memory": MEMORY, "layouts": LAYOUT, "marks": MARK, "states": STATE}
 
 
-@dataclass(frozen=True)
-class Slice:
-    """One piece of work on one lane of one rank. While it is open `t1` is nan."""
+class Slice(NamedTuple):
+    """One piece of work on one lane of one rank. While it is open `t1` is nan.
+
+    `stage` is the virtual stage, `chunk` its number on the rank, `of` says for what (a tensor, a module).
+    """
 
     rank: int
     lane: str
     kind: str
-    stage: int
-    chunk: int
-    microbatch: int
-    t0: float
-    t1: float
-    payload_bytes: int
-    group: str
-    seq: int
-    of: str
+    stage: int = -1
+    chunk: int = 0
+    microbatch: int = -1
+    t0: float = math.nan
+    t1: float = math.nan
+    payload_bytes: int = 0
+    group: str = ""
+    seq: int = -1
+    of: str = ""
+
+
+class Mark(NamedTuple):
+    """A point of a training step on one rank."""
+
+    rank: int
+    t: float
+    step: int
+    phase: str
+    name: str = ""
+    value: float = math.nan
 
 
 def group_name(axis: str, ranks: Sequence[int]) -> str:
