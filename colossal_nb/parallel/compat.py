@@ -1,0 +1,61 @@
+"""What differs between the versions of torch that we support, and what is private there; nothing else may touch it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# Texts of gloo's errors when the connection to another rank is gone (as opposed to a call that it refuses).
+_DISCONNECTED = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Socket is not connected",
+    "Transport endpoint is not connected",
+    "Connection refused",
+    "Software caused connection abort",
+)
+
+# What gloo's collectives carry as it is; the rest travels as bytes or, in a reduction, as a wider type.
+GLOO_DTYPES = frozenset(
+    (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+        torch.bool,
+    )
+)
+
+
+def is_disconnect(error: BaseException) -> bool:
+    """Whether a transport's error says that another rank went away."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(part in text for part in _DISCONNECTED)
+
+
+def make_device(interface: str | None) -> Any:
+    """A gloo device: one listening socket and one loop thread, shared by all groups of the process."""
+    gloo = dist.ProcessGroupGloo
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+
+def gloo_options(device: Any, threads: int, timeout: Any) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices, options._threads, options._timeout = [device], threads, timeout
+    return options
+
+
+def all_gather_options() -> Any:
+    return c10d.AllgatherOptions()
+
+
+def reduce_op(name: str) -> Any:
+    """torch's reduction of our name: sum, avg, max, min, product, band, bor, bxor."""
+    return getattr(dist.ReduceOp, name.upper())

@@ -1,0 +1,223 @@
+"""The gate: every collective and every message of a rank passes through `Group.run`."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from colossal_nb.parallel import calls, compat
+from colossal_nb.parallel.transports import messages
+from colossal_nb.parallel.transports.gloo import Gloo, Handle
+
+if TYPE_CHECKING:
+    from colossal_nb.parallel.world import Epoch
+
+
+class Released(RuntimeError):
+    """This rank was freed from a collective, or kept out of one, because its group was closed.
+
+    Never the cause of a failure: the cause is what closed the group (an interrupt, another rank's error or death).
+    """
+
+
+class Work:
+    """An operation under way; `wait` ends it. The tensors hold the result only afterwards."""
+
+    def __init__(self, group: "Group", handles: Sequence[Any], finish: Callable[[], None] | None, token: Any) -> None:
+        self._group, self._handles, self._finish, self._token = group, handles, finish, token
+        self._done = False
+        self._lock = threading.Lock()
+
+    @property
+    def handles(self) -> Sequence[Any]:
+        """The transport's own handles, in order."""
+        return self._handles
+
+    def wait(self) -> None:
+        """Block until done. Raises Released, or KeyboardInterrupt, when the group is closed meanwhile."""
+        if self._done:
+            return
+        try:
+            for handle in self._handles:
+                handle.wait()
+            if self._finish and not self._done:
+                with torch.no_grad():
+                    self._finish()
+        except BaseException as error:
+            raise self._group.translated(error) from (None if isinstance(error, Released) else error)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Write the slice; the first call counts."""
+        with self._lock:
+            done, self._done = self._done, True
+        if not done:
+            self._group.epoch.world.recorder.end(self._token)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._done or all(handle.is_completed() for handle in self._handles)
+
+
+class _Finished(Work):
+    """What a group of one rank returns: there was nothing to do."""
+
+    def __init__(self) -> None:
+        self._done, self._handles = True, ()
+
+
+class _Later:
+    """A handle for what a courier thread does."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self._future = future
+
+    def wait(self) -> Any:
+        return self._future.result()
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
+class Group:
+    """The ranks of one mesh axis (or of one user group), seen from one of them.
+
+    `name` is the axis's name, `ranks` the global ranks in the axis's order, `index` this rank's place among them.
+    The connections are made at the first operation, by the members alone.
+    """
+
+    def __init__(self, epoch: "Epoch", name: str, ranks: tuple[int, ...], index: int) -> None:
+        self.epoch, self.name, self.ranks, self.index = epoch, name, ranks, index
+        self.size = len(ranks)
+        self.seq = 0
+        self._messages: dict[tuple[int, int], int] = {}
+        self._wire: Gloo | None = None
+        self._couriers: dict[tuple[str, int | None], ThreadPoolExecutor] = {}
+        self._lock = threading.Lock()
+
+    def run(self, op: str, tensors: Sequence[Tensor], *, of: str = "", wait: bool = True, **options: Any) -> Work:
+        """Run one operation on every rank of the group; the only way to other ranks.
+
+        op and tensors: `all_reduce` [*xs], `broadcast` [*xs] (root=), `all_gather` [out, x] or [*outs, x],
+        `reduce_scatter` [out, x] or [out, *parts], `all_to_all` [out, x] (got=, given= rows per rank), `reduce` [x]
+        (root=), `gather` [*outs, x], `scatter` [out, *parts] (root=), `barrier` [], `send` and `recv` [x] (peer=,
+        tag=, eager=). reduce= is one of `calls.REDUCTIONS`; root and peer count inside the group.
+        `of` names what is moved, for the record. With wait=False the result is there after `Work.wait()`.
+
+        Raises ValueError for what cannot be right, Released after an abort (KeyboardInterrupt if the rank was
+        interrupted); never hangs once its groups are aborted.
+        """
+        if op in ("send", "recv"):
+            return self._message(op, tensors[0], of=of, wait=wait, **options)
+        if op in ("gather", "scatter"):
+            options["index"] = self.index
+        with torch.no_grad():
+            call: calls.Call = getattr(calls, op)(tensors, self.size, **options)
+        if self.size == 1:
+            return _alone(op, tensors)
+        self._allowed()
+        token = self._begin(op, self.name, self.seq, call.payload_bytes, of)
+        self.seq += 1
+        return self._started(lambda: call.issue(self.wire()), call.finish, token, wait)
+
+    def _started(
+        self, issue: Callable[[], Sequence[Handle]], finish: Callable[[], None] | None, token: Any, wait: bool
+    ) -> Work:
+        try:
+            handles = issue()
+        except BaseException as error:
+            self.epoch.world.recorder.end(token)
+            raise self.translated(error) from (None if isinstance(error, Released) else error)
+        work = Work(self, handles, finish, token)
+        if wait:
+            work.wait()
+        return work
+
+    def _begin(self, kind: str, group: str, seq: int, payload_bytes: int, of: str) -> Any:
+        return self.epoch.world.recorder.begin(
+            kind, "comm", group=group, seq=seq, payload_bytes=payload_bytes, of=of
+        )
+
+    def _allowed(self) -> None:
+        """Raise at once where the call could never end."""
+        self.epoch.check()
+        subset = self.epoch.world.subset
+        missing = [rank for rank in self.ranks if subset is not None and rank not in subset]
+        if missing:
+            raise ValueError(
+                f"this cell runs on ranks {', '.join(map(str, sorted(subset or ())))} alone; the group {self.name} "
+                f"also needs {', '.join(map(str, missing))}: run the cell on all of {list(self.ranks)}"
+            )
+
+    def wire(self) -> Gloo:
+        """The group's connections; made now if need be, which waits for all members."""
+        if self._wire is None:
+            with self._lock:
+                if self._wire is None:
+                    self._wire = self.epoch.connect(self.name, self.ranks, self.index)
+        return self._wire
+
+    def translated(self, error: BaseException) -> BaseException:
+        """What the caller should see instead of a transport's error."""
+        if isinstance(error, Released) or not isinstance(error, Exception):
+            return error
+        if self.epoch.aborted:
+            return self.epoch.release()
+        if compat.is_disconnect(error):
+            return Released(f"another rank of the group {self.name} {list(self.ranks)} closed it or is gone")
+        return error
+
+    def _message(
+        self, op: str, x: Tensor, *, of: str, wait: bool, peer: int | None, tag: int = 0, eager: bool = False
+    ) -> Work:
+        if peer == self.index or not (peer is None or 0 <= peer < self.size):
+            raise ValueError(f"{op}: peer {peer} of a group of {self.size} ranks, seen from {self.index}")
+        self._allowed()
+        token = self._begin(op, *self._channel(op, peer), calls.bytes_of(x), of)
+        if op == "send" and eager:
+            assert peer is not None
+            return self._started(lambda: messages.send_eager(self.wire(), x.detach(), peer, tag), None, token, wait)
+        step = messages.send if op == "send" else messages.recv
+
+        def transfer() -> Any:
+            with torch.no_grad():
+                return step(self.wire(), x.detach(), peer, tag, self.ranks, self.index)  # type: ignore[arg-type]
+
+        return self._started(lambda: [self._deliver((op, peer), transfer, wait)], None, token, wait)
+
+    def _channel(self, op: str, peer: int | None) -> tuple[str, int]:
+        """Group name and sequence number of a message: counted per sender and receiver, alike on both sides."""
+        other = -1 if peer is None else peer
+        pair = (self.index, other) if op == "send" else (other, self.index)
+        seq = self._messages[pair] = self._messages.get(pair, -1) + 1
+        source, target = ("any" if place < 0 else str(self.ranks[place]) for place in pair)
+        return f"{self.name} {source}>{target}", seq
+
+    def _deliver(self, way: tuple[str, int | None], transfer: Callable[[], Any], wait: bool) -> Handle:
+        """Run a transfer here, or in the thread that keeps the order of this way once one exists."""
+        if wait and way not in self._couriers:
+            done: Future[Any] = Future()
+            done.set_result(transfer())
+            return _Later(done)
+        if way not in self._couriers:
+            self._couriers[way] = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name} {way[0]}")
+        return _Later(self._couriers[way].submit(transfer))
+
+    def close(self) -> None:
+        """Drop the connections and the threads; what is blocked in them must have been aborted."""
+        for courier in self._couriers.values():
+            courier.shutdown(wait=False, cancel_futures=True)
+        self._couriers.clear()
+        self._wire = None
+
+
+def _alone(op: str, tensors: Sequence[Tensor]) -> Work:
+    with torch.no_grad():
+        if op in ("all_gather", "all_to_all", "reduce_scatter", "gather", "scatter"):
+            out, x = tensors
+            out.copy_(x.reshape(out.shape))
+    return _Finished()

@@ -1,0 +1,1 @@
+"""Rank to rank: what carries the bytes of a group."""
