@@ -45,8 +45,8 @@ class Record:
     @classmethod
     def of(cls, **rows: Sequence[tuple[Any, ...]]) -> Record:
         """A record from plain rows: `Record.of(slices=[Slice(...)], marks=[Mark(...)])`."""
-        arrays = {table: _joined([TABLES[table].array(given)]) for table, given in rows.items()}
-        return dataclasses.replace(cls(), **arrays)
+        given: dict[str, Any] = {table: _joined([TABLES[table].array(some)]) for table, some in rows.items()}
+        return cls(**given)
 
     @classmethod
     def concat(cls, records: Iterable[Record]) -> Record:

@@ -1,0 +1,137 @@
+"""A record in the formats of others: CSV, pandas frames, a Chrome trace that Perfetto opens."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from colossal_nb.record.events import CATEGORIES, LANES, TABLES
+from colossal_nb.record.store import Record, Rows
+
+if TYPE_CHECKING:
+    import pandas
+
+_TRACKS_PER_LANE = 1000
+
+
+def to_frames(record: Record) -> dict[str, pandas.DataFrame]:
+    """One pandas frame per table (slices, memory, layouts, marks, states), columns as in `events`; needs pandas."""
+    import pandas
+
+    return {table: pandas.DataFrame({c: getattr(record, table)[c] for c in TABLES[table].names}) for table in TABLES}
+
+
+def to_csv(record: Record, folder: Path | str) -> list[Path]:
+    """Write one CSV file per table into a folder, the column names in its first line; returns the files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for table, columns in TABLES.items():
+        with (folder / f"{table}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns.names)
+            writer.writerows(getattr(record, table).tolist())
+    return [folder / f"{table}.csv" for table in TABLES]
+
+
+def to_chrome_trace(record: Record, path: Path | str) -> Path:
+    """Write a Chrome trace: process = rank, thread = lane, counters of memory, arrows from send to recv.
+
+    On one thread slices always nest: a lane whose slices overlap in another way gets as many threads as it takes.
+    Times are microseconds from the first event.
+    """
+    path = Path(path)
+    times = [getattr(record, table)[column] for table, column in (("slices", "t0"), ("memory", "t"), ("marks", "t"))]
+    zero = float(np.concatenate(times).min(initial=np.inf))
+    events = [*_names(record), *_slices(record, zero), *_counters(record, zero), *_instants(record, zero)]
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":")))
+    return path
+
+
+def tracks(slices: Rows) -> list[int]:
+    """For each slice of one lane the number of the track on which it nests with all others there (0 where it can)."""
+    found = [0] * len(slices)
+    open_ends: list[list[float]] = []
+    for position in np.lexsort((-slices["t1"], slices["t0"])).tolist():
+        start, end = float(slices["t0"][position]), float(slices["t1"][position])
+        for stack in open_ends:
+            while stack and stack[-1] <= start:
+                stack.pop()
+        free = (number for number, stack in enumerate(open_ends) if not stack or stack[-1] >= end)
+        number = next(free, len(open_ends))
+        if number == len(open_ends):
+            open_ends.append([])
+        open_ends[number].append(end)
+        found[position] = number
+    return found
+
+
+def _by_lane(record: Record) -> Iterator[tuple[int, str, Rows, list[int]]]:
+    for rank in record.ranks:
+        mine = record.slices[record.slices["rank"] == rank]
+        for lane in np.unique(mine["lane"]).tolist():
+            rows = mine[mine["lane"] == lane]
+            yield rank, lane, rows, tracks(rows)
+
+
+def _thread(lane: str, track: int) -> int:
+    return (LANES.index(lane) if lane in LANES else len(LANES)) * _TRACKS_PER_LANE + track
+
+
+def _names(record: Record) -> Iterator[dict[str, Any]]:
+    for rank in record.ranks:
+        yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+    for rank, lane, _, numbers in _by_lane(record):
+        for track in sorted(set(numbers)):
+            thread = {"ph": "M", "pid": rank, "tid": _thread(lane, track)}
+            yield {**thread, "name": "thread_name", "args": {"name": lane if track == 0 else f"{lane} {track + 1}"}}
+            yield {**thread, "name": "thread_sort_index", "args": {"sort_index": thread["tid"]}}
+
+
+def _slices(record: Record, zero: float) -> Iterator[dict[str, Any]]:
+    for rank, lane, rows, numbers in _by_lane(record):
+        for row, track in zip(rows, numbers, strict=True):
+            start, end = _ns(row["t0"], zero), _ns(row["t1"], zero)
+            where = {"pid": rank, "tid": _thread(lane, track)}
+            kind, microbatch = str(row["kind"]), int(row["microbatch"])
+            name = f"{kind}{microbatch}" if microbatch >= 0 else kind
+            args = {column: row[column].item() for column in TABLES["slices"].names[3:] if column not in ("t0", "t1")}
+            yield {
+                "ph": "X",
+                **where,
+                "name": name,
+                "cat": lane,
+                "ts": start / 1e3,
+                "dur": (end - start) / 1e3,
+                "args": args,
+            }
+            if kind in ("send", "recv"):
+                flow = {"id": f"{row['group']} {row['seq']}", "name": "message", "cat": "comm", "ts": start / 1e3}
+                yield {"ph": "s", **where, **flow} if kind == "send" else {"ph": "f", "bp": "e", **where, **flow}
+
+
+def _counters(record: Record, zero: float) -> Iterator[dict[str, Any]]:
+    for row in record.memory:
+        sizes = {category: int(row[category]) for category in CATEGORIES}
+        name = f"memory ({row['where']})"
+        yield {"ph": "C", "pid": int(row["rank"]), "name": name, "ts": _ns(row["t"], zero) / 1e3, "args": sizes}
+
+
+def _instants(record: Record, zero: float) -> Iterator[dict[str, Any]]:
+    for row in record.marks:
+        value = float(row["value"])
+        args = {"step": int(row["step"])} | ({} if math.isnan(value) else {str(row["name"]): value})
+        name = f"step {row['step']} {row['phase']}"
+        yield {"ph": "i", "s": "p", "pid": int(row["rank"]), "tid": 0, "name": name,
+               "ts": _ns(row["t"], zero) / 1e3, "args": args}  # fmt: skip
+
+
+def _ns(t: float, zero: float) -> int:
+    """Whole nanoseconds since the first event: rounding keeps order, so what nests still nests."""
+    return round((float(t) - zero) * 1e9)
