@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from colossal_nb.record.events import CATEGORIES, LANES, TABLES
+from colossal_nb.record.events import CATEGORIES, LANES, POINT_TO_POINT, TABLES
 from colossal_nb.record.store import Record, Rows
 
 if TYPE_CHECKING:
-    import pandas
+    import pandas as pd
 
 _TRACKS_PER_LANE = 1000
+_ARGS = ("kind", "stage", "chunk", "microbatch", "payload_bytes", "group", "seq", "of")
 
 
-def to_frames(record: Record) -> dict[str, pandas.DataFrame]:
+def to_frames(record: Record) -> dict[str, pd.DataFrame]:
     """One pandas frame per table (slices, memory, layouts, marks, states), columns as in `events`; needs pandas."""
-    import pandas
+    import pandas as pd
 
-    return {table: pandas.DataFrame({c: getattr(record, table)[c] for c in TABLES[table].names}) for table in TABLES}
+    return {table: pd.DataFrame({c: getattr(record, table)[c] for c in TABLES[table].names}) for table in TABLES}
 
 
 def to_csv(record: Record, folder: Path | str) -> list[Path]:
@@ -97,23 +98,20 @@ def _names(record: Record) -> Iterator[dict[str, Any]]:
 def _slices(record: Record, zero: float) -> Iterator[dict[str, Any]]:
     for rank, lane, rows, numbers in _by_lane(record):
         for row, track in zip(rows, numbers, strict=True):
-            start, end = _ns(row["t0"], zero), _ns(row["t1"], zero)
-            where = {"pid": rank, "tid": _thread(lane, track)}
-            kind, microbatch = str(row["kind"]), int(row["microbatch"])
-            name = f"{kind}{microbatch}" if microbatch >= 0 else kind
-            args = {column: row[column].item() for column in TABLES["slices"].names[3:] if column not in ("t0", "t1")}
-            yield {
-                "ph": "X",
-                **where,
-                "name": name,
-                "cat": lane,
-                "ts": start / 1e3,
-                "dur": (end - start) / 1e3,
-                "args": args,
-            }
-            if kind in ("send", "recv"):
-                flow = {"id": f"{row['group']} {row['seq']}", "name": "message", "cat": "comm", "ts": start / 1e3}
-                yield {"ph": "s", **where, **flow} if kind == "send" else {"ph": "f", "bp": "e", **where, **flow}
+            yield from _slice(row, {"pid": rank, "tid": _thread(lane, track)}, zero)
+
+
+def _slice(row: Any, where: dict[str, int], zero: float) -> Iterator[dict[str, Any]]:
+    """One slice, and the end of an arrow if it is half of a message."""
+    start, end = _ns(row["t0"], zero), _ns(row["t1"], zero)
+    kind, microbatch = str(row["kind"]), int(row["microbatch"])
+    event = {**where, "cat": str(row["lane"]), "ts": start / 1e3}
+    args = {column: row[column].item() for column in _ARGS}
+    name = f"{kind}{microbatch}" if microbatch >= 0 else kind
+    yield {"ph": "X", "name": name, **event, "dur": (end - start) / 1e3, "args": args}
+    if kind in POINT_TO_POINT:
+        arrow = {"name": "message", "id": f"{row['group']} {row['seq']}", **event}
+        yield {"ph": "s", **arrow} if kind == "send" else {"ph": "f", "bp": "e", **arrow}
 
 
 def _counters(record: Record, zero: float) -> Iterator[dict[str, Any]]:
