@@ -93,4 +93,5 @@ def test_the_readme_names_the_pinned_torch_and_every_make_target():
 
 def test_the_build_backend_is_pinned_too():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    assert all(Requirement(text).specifier.contains(pins()[canonicalize_name(Requirement(text).name)]) for text in build)
+    for requirement in map(Requirement, build):
+        assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])

@@ -1,0 +1,80 @@
+"""From nothing to a first cell whose ranks have talked to each other, 4 engines on this machine.
+
+Ours warm: the extension was loaded some seconds ago, as when one reads on before the first parallel cell.
+Ours cold: loading the extension and the first cell in one go. Peer: start of a cluster, torch, process group, same sum.
+Runs alternate; each has a kernel of its own.
+"""
+
+import argparse
+import time
+
+from harness import Figures, Kernel, Row, finish
+
+LOAD = "%load_ext colossal_nb"
+OURS = """%%colossal dp=4
+import torch, torch.distributed as dist
+x = torch.ones(1)
+dist.all_reduce(x)
+assert x.item() == 4
+"""
+PEER_START = """import ipyparallel as ipp
+cluster = ipp.Cluster(n=4, log_level=40)
+client = cluster.start_and_connect_sync(activate=True)
+"""
+PEER_CELL = """%%px
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://{path}", rank=int(rank), world_size=4)
+x = torch.ones(1)
+dist.all_reduce(x)
+assert x.item() == 4
+"""
+
+
+def warm(pause_s: float) -> float:
+    """Seconds of the first cell, `pause_s` after loading."""
+    with Kernel() as kernel:
+        kernel.run(LOAD)
+        time.sleep(pause_s)
+        return kernel.run(OURS).seconds
+
+
+def cold() -> float:
+    """Seconds of loading and the first cell together."""
+    with Kernel() as kernel:
+        return kernel.run(LOAD).seconds + kernel.run(OURS).seconds
+
+
+def peer(number: int) -> float:
+    """Seconds of ipyparallel's start, torch's import and the process group."""
+    with Kernel() as kernel:
+        path = f"/tmp/bench_start_{time.time_ns()}_{number}"
+        seconds = kernel.run(PEER_START).seconds
+        seconds += kernel.run("client[:].scatter('rank', range(4), flatten=True, block=True)").seconds
+        seconds += kernel.run(PEER_CELL.format(path=path)).seconds
+        kernel.run("cluster.stop_cluster_sync()")
+        return seconds
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=15.0, help="seconds between loading and the first cell")
+    options = parser.parse_args()
+    warm_s, cold_s, peer_s = [], [], []
+    for number in range(options.rounds):
+        warm_s.append(warm(options.pause))
+        peer_s.append(peer(number))
+        cold_s.append(cold())
+    w, c, p = Figures.of(warm_s), Figures.of(cold_s), Figures.of(peer_s)
+    finish(
+        "start",
+        [
+            Row("first cell with a process group, warm", w.text("s"), p.text("s"), w.median / p.median, 0.2),
+            Row("load and first cell, cold", c.text("s"), p.text("s"), c.median / p.median, 0.5),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
