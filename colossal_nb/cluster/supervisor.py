@@ -1,0 +1,260 @@
+"""The supervisor: knows who is alive, counts epochs, keeps the rendezvous; one per cluster, no torch, no cells.
+
+`python -m colossal_nb.cluster.supervisor` lives as long as the pipe on its stdin is open: when the kernel ends, in
+whatever way, the pipe ends, and the supervisor takes everything down and removes its folder.
+
+From the kernel: start(engines), restart(rank), interrupt(cell, ranks), release(reason, ranks), regroup(ranks), look,
+stop. To the kernel: warm, rank(rank, phase, ...), death(rank, how, ...), state, events, regrouped(epoch), fault.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from colossal_nb.cluster.children import Child, ForkServer, start_controller, tail
+from colossal_nb.cluster.host import threads_per_engine, usable_cores
+from colossal_nb.cluster.rendezvous import Rendezvous
+from colossal_nb.cluster.wire import Frame, Listener
+
+KERNEL = b"kernel"
+_TICK_MS = 200
+_REGROUP_LIMIT_S = 5.0
+
+
+@dataclass
+class Rank:
+    """One rank as the supervisor knows it. `life` counts the processes that have had this number."""
+
+    life: int
+    phase: str = "asked"
+    pid: int = 0
+    started: float = 0.0
+
+
+class Supervisor:
+    """One poll loop; nothing in it blocks."""
+
+    def __init__(self) -> None:
+        os.umask(0o077)
+        self.directory = Path(tempfile.mkdtemp(prefix="colossal_nb-"))
+        self.listener = Listener()
+        self.rendezvous = Rendezvous(lambda identity, body, blobs: self.listener.send(identity, "store", body, blobs))
+        self.ranks: dict[int, Rank] = {}
+        self.engines = 0
+        self.epoch = 0
+        self.seed = int.from_bytes(os.urandom(4), "big")
+        self._awaited: set[int] = set()
+        self._regroup_end = 0.0
+        self._asked: list[int] = []
+        self._connection = ""
+        self._running = True
+        self.controller = start_controller(self.directory)
+        self.server = ForkServer(self.directory, _environment())
+
+    def serve(self) -> None:
+        """Until the kernel's pipe ends or it says stop."""
+        poller = zmq.Poller()
+        for source in (self.listener.socket, self.listener.zap, sys.stdin.fileno(), self.server.output):
+            poller.register(source, zmq.POLLIN)
+        parent = os.getppid()
+        while self._running and os.getppid() == parent:
+            ready = dict(poller.poll(_TICK_MS if self._connection else 10))
+            if self.listener.zap in ready:
+                self.listener.admit()
+            if self.listener.socket in ready:
+                self._drain()
+            if self.server.output in ready:
+                for answer in self.server.answers():
+                    self._from_server(answer)
+            if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), 4096):
+                break
+            self._tick(poller)
+
+    def close(self) -> None:
+        """End every process of the cluster and remove its folder."""
+        self.controller.process.kill()
+        self.server.end()
+        self.controller.kill()
+        self.listener.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _tick(self, poller: zmq.Poller) -> None:
+        if not self._connection:
+            path = self.directory / "profile" / "security" / "ipcontroller-client.json"
+            if path.exists() and (text := path.read_text()).rstrip().endswith("}"):
+                self._connection = text
+                self._tell("controller", connection=json.loads(text))
+                self._fork_asked()
+        for child in (self.controller, self.server):
+            if not child.alive:
+                self._fault(child, poller)
+        if self._awaited and time.monotonic() > self._regroup_end:
+            self._regrouped(sorted(self._awaited))
+
+    def _fault(self, child: Child, poller: zmq.Poller) -> None:
+        if child is self.server:
+            poller.unregister(self.server.output)
+        self._tell("fault", process=child.name, code=child.process.returncode, log=tail(child.log))
+        self._running = False
+
+    def _drain(self) -> None:
+        while self.listener.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            received = self.listener.receive()
+            if received is None:
+                continue
+            identity, frame = received
+            if frame.kind == "store":
+                self.rendezvous.handle(identity, frame)
+            elif identity == KERNEL:
+                getattr(self, f"_on_{frame.kind}")(frame)
+            else:
+                self._from_rank(identity, frame)
+
+    def _tell(self, kind: str, **body: Any) -> None:
+        self.listener.send(KERNEL, kind, body)
+
+    # from the kernel
+    def _on_hello(self, frame: Frame) -> None:
+        if self._connection:
+            self._tell("controller", connection=json.loads(self._connection))
+
+    def _on_start(self, frame: Frame) -> None:
+        self.engines = max(self.engines, int(frame.body["engines"]))
+        for rank in range(self.engines):
+            if rank not in self.ranks:
+                self.ranks[rank] = Rank(life=1)
+                self._asked.append(rank)
+        self._fork_asked()
+
+    def _on_restart(self, frame: Frame) -> None:
+        self.server.ask("kill", ranks=frame.body["ranks"])     # the death that follows brings the replacement
+
+    def _on_interrupt(self, frame: Frame) -> None:
+        self._each("interrupt", frame.body["ranks"], cell=frame.body["cell"], press=frame.body.get("press", 1))
+
+    def _on_release(self, frame: Frame) -> None:
+        self._each("release", frame.body["ranks"], reason=frame.body["reason"])
+
+    def _on_look(self, frame: Frame) -> None:
+        self._each("look", frame.body["ranks"])
+
+    def _on_regroup(self, frame: Frame) -> None:
+        ranks = [rank for rank in frame.body["ranks"] if rank in self.ranks]
+        self.epoch += 1
+        self.rendezvous.keep_epoch(self.epoch)
+        self._awaited = set(ranks)
+        self._regroup_end = time.monotonic() + _REGROUP_LIMIT_S
+        self._each("regroup", ranks, epoch=self.epoch, ranks=ranks, threads=threads_per_engine(self.engines))
+        if not ranks:
+            self._regrouped([])
+
+    def _on_stop(self, frame: Frame) -> None:
+        self._running = False
+
+    def _each(self, verb: str, to: list[int], **body: Any) -> None:
+        for rank in to:
+            if rank in self.ranks:
+                self.listener.send(_identity(rank, self.ranks[rank].life), verb, body)
+
+    # from the fork server
+    def _fork_asked(self) -> None:
+        if self._connection and self._asked:
+            orders = [{"rank": rank, "life": self.ranks[rank].life} for rank in self._asked]
+            self.server.ask("fork", ranks=orders, world_size=self.engines, epoch=self.epoch, seed=self.seed,
+                            threads=threads_per_engine(self.engines), address=self.listener.address.to_json())
+            self._asked = []
+
+    def _from_server(self, answer: dict[str, Any]) -> None:
+        if answer["what"] == "warm":
+            self._tell("warm", seconds=answer["seconds"])
+        elif answer["what"] == "forked":
+            entry = self.ranks[answer["rank"]]
+            entry.pid, entry.started = answer["pid"], time.monotonic()
+            self._phase(answer["rank"], "forked")
+        elif answer["what"] == "exit":
+            self._death(answer)
+
+    def _death(self, answer: dict[str, Any]) -> None:
+        rank, entry = answer["rank"], self.ranks[answer["rank"]]
+        if answer["life"] != entry.life:
+            return
+        for kind in (b"side", b"store"):
+            self.rendezvous.leave(_identity(rank, entry.life, kind))
+        was_ready = entry.phase == "ready"
+        self._tell("death", rank=rank, pid=answer["pid"], how=answer["how"], phase=entry.phase,
+                   log=tail(self.directory / f"rank{rank}.log"))
+        if rank in self._awaited:
+            self._acknowledge(rank)
+        if was_ready:                                          # one that dies while it starts is not tried again
+            self.ranks[rank] = Rank(life=entry.life + 1)
+            self._asked.append(rank)
+            self._fork_asked()
+        else:
+            del self.ranks[rank]
+
+    # from the ranks
+    def _from_rank(self, identity: bytes, frame: Frame) -> None:
+        _kind, number, life = identity.split(b":")
+        rank = int(number)
+        entry = self.ranks.get(rank)
+        if entry is None or entry.life != int(life):
+            return                                             # the last words of a process that has been replaced
+        if frame.kind == "ready":
+            self._acknowledge(rank, int(frame.body["epoch"]))
+        elif frame.kind == "phase":
+            self._phase(rank, frame.body["phase"], frame.body.get("engine", ""))
+        else:
+            self.listener.send(KERNEL, frame.kind, {**frame.body, "rank": rank}, frame.blobs)
+
+    def _phase(self, rank: int, phase: str, engine: str = "") -> None:
+        entry = self.ranks[rank]
+        entry.phase = phase
+        self._tell("rank", rank=rank, phase=phase, pid=entry.pid, life=entry.life, engine=engine)
+
+    def _acknowledge(self, rank: int, epoch: int | None = None) -> None:
+        if rank in self._awaited and epoch in (None, self.epoch):
+            self._awaited.discard(rank)
+            if not self._awaited:
+                self._regrouped([])
+
+    def _regrouped(self, missing: list[int]) -> None:
+        self._awaited = set()
+        self._tell("regrouped", epoch=self.epoch, missing=missing)
+
+
+def _identity(rank: int, life: int, kind: bytes = b"side") -> bytes:
+    return b"%s:%d:%d" % (kind, rank, life)
+
+
+def _environment() -> dict[str, str]:
+    """The ranks' environment: one hash seed, plots inline, no CUDA from the fork server, thread counts that fit."""
+    seed = os.environ.get("PYTHONHASHSEED", "")
+    threads = str(max(1, usable_cores() // 4))
+    return {**os.environ, "PYTHONHASHSEED": seed if seed.isdigit() else str(int.from_bytes(os.urandom(3), "big")),
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1", "OPENBLAS_NUM_THREADS": threads}
+
+
+def main() -> None:
+    supervisor = Supervisor()
+    greeting = {"address": supervisor.listener.address.to_json(), "directory": str(supervisor.directory),
+                "cores": usable_cores()}
+    sys.stdout.write(json.dumps(greeting) + "\n")
+    sys.stdout.flush()
+    try:
+        supervisor.serve()
+    finally:
+        supervisor.close()
+
+
+if __name__ == "__main__":
+    main()

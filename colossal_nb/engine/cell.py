@@ -1,0 +1,129 @@
+"""How a rank runs one cell.
+
+Settings come with the source as JSON: cell (its number in the notebook), strategy, engines, ranks (of the cell),
+threads, random (rank 0's states, when this rank's may differ), record. What goes back with the reply: the error with
+the user's line, the digest of the random states, what was recorded and is not sent yet.
+"""
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
+
+from colossal_nb.engine import loops, randomness
+from colossal_nb.plan.strategy import Strategy
+
+if TYPE_CHECKING:
+    from colossal_nb.engine.interrupts import Interrupts
+    from colossal_nb.engine.side import Side
+    from colossal_nb.parallel.world import World
+
+INJECTED = ("rank", "world_size", "mesh")
+
+
+class Cells:
+    """Runs the cells of one rank, one after another, in the main thread."""
+
+    def __init__(self, world: World, side: Side, interrupts: Interrupts) -> None:
+        self.world = world
+        self.ranks: tuple[int, ...] = world.ranks
+        self.number = 0
+        self._side = side
+        self._interrupts = interrupts
+        self._injected: dict[str, Any] = {}
+        self._threads = 0
+        self._digest = ""
+
+    def run(self, shell: InteractiveShell, source: str, settings: dict[str, Any], *, silent: bool,
+            store_history: bool) -> dict[str, Any]:
+        """Run a cell to its end, whatever that is; returns the content of the reply."""
+        self._prepare(shell, settings)
+        begin = time.perf_counter()
+        try:
+            with self._interrupts.cell(self.number):
+                result = loops.apart(lambda: shell.run_cell(source, store_history=store_history, silent=silent))
+            reply = _reply(shell, result, self._interrupts.landed)
+        except KeyboardInterrupt:                      # it came before the first line, or after the last
+            reply = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": [], "line": None}
+        reply["execution_count"] = self.number
+        reply["raised_at"] = time.perf_counter()
+        reply["seconds"] = reply["raised_at"] - begin
+        reply.update(self._finish())
+        return reply
+
+    def _prepare(self, shell: InteractiveShell, settings: dict[str, Any]) -> None:
+        world = self.world
+        self.number = int(settings["cell"])
+        self.ranks = tuple(settings["ranks"])
+        shell.execution_count = self.number
+        text = settings.get("strategy")
+        world.strategy = None if text is None else Strategy.parse(text)
+        world.subset = None if len(self.ranks) == world.world_size else frozenset(self.ranks)
+        world.recorder.enabled = bool(settings.get("record", True))
+        if settings.get("random"):
+            randomness.restore(randomness.from_text(settings["random"]))
+        threads = int(settings.get("threads", 0))
+        if threads and threads != self._threads:
+            torch.set_num_threads(threads)
+            self._threads = threads
+        self._define(shell.user_ns, (world.strategy or Strategy()).mesh(int(settings["engines"])))
+
+    def _define(self, names: dict[str, Any], mesh: Any) -> None:
+        """rank, world_size and mesh, unless the user has names of their own."""
+        for name, value in zip(INJECTED, (self.world.rank, self.world.world_size, mesh), strict=True):
+            if name not in names or (name in self._injected and names[name] is self._injected[name]):
+                names[name] = self._injected[name] = value
+
+    def _finish(self) -> dict[str, Any]:
+        states = randomness.states()
+        digest = randomness.digest(states)
+        lead = self.world.rank == 0 and digest != self._digest
+        self._digest = digest
+        rest, frames = self._side.take_events()
+        notes, self.world.notes[:] = list(self.world.notes), []
+        return {"random": digest, "states": randomness.to_text(states) if lead else "", "frames": frames,
+                "events": base64.b64encode(rest).decode(), "notes": notes}
+
+    @property
+    def defined(self) -> dict[str, Any]:
+        """The names that we put into the namespace, with our values."""
+        return self._injected
+
+
+def _reply(shell: InteractiveShell, result: ExecutionResult, landed: bool) -> dict[str, Any]:
+    error = result.error_before_exec or result.error_in_exec
+    if error is None and not getattr(shell, "_last_traceback_during_displayhook", False):
+        return {"status": "ok"}
+    name = type(error).__name__
+    if landed and isinstance(error, asyncio.CancelledError):
+        name = "KeyboardInterrupt"                     # how an interrupt reaches a cell that awaits
+    try:
+        value = str(error)
+    except Exception as trouble:
+        value = f"<the error's own text failed: {type(trouble).__name__}>"
+    lines = [str(line) for line in getattr(shell, "_last_traceback", None) or []]
+    return {"status": "error", "ename": name, "evalue": value, "traceback": lines, "line": _line(shell, error)}
+
+
+def _line(shell: InteractiveShell, error: BaseException | None) -> int | None:
+    """The line of the cell from which the error came: the innermost frame that belongs to the cell."""
+    if isinstance(error, SyntaxError) and error.__traceback__ is None:
+        return error.lineno
+    name = _cell_file(shell)
+    found = None
+    trace = error.__traceback__ if error is not None else None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == name:
+            found = trace.tb_lineno
+        trace = trace.tb_next
+    return found if found is not None else (error.lineno if isinstance(error, SyntaxError) else None)
+
+
+def _cell_file(shell: InteractiveShell) -> str:
+    """The file name under which IPython compiled the newest cell."""
+    names = list(getattr(shell.compile, "_filename_map", {}))
+    return names[-1] if names else ""

@@ -1,0 +1,153 @@
+"""The fork server: `python -m colossal_nb.engine.fork_server DIR`. Imports once what every rank needs, forks ranks in
+milliseconds, reaps them and says how they ended.
+
+Rules it keeps: it only imports (no pool of threads, no CUDA, no zmq context, no event loop is ever open across a fork);
+its ranks are their own sessions; only processes that it forked are signalled. JSON lines in on stdin, out on stdout.
+"""
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+from colossal_nb.cluster.host import describe_exit
+
+FIRST = ("torch", "torch.distributed", "numpy", "cloudpickle", "ipykernel.ipkernel", "ipyparallel.engine.app",
+         "colossal_nb.engine.bootstrap")
+LATER = ("torch.optim", "torch._dynamo", "matplotlib_inline.backend_inline")
+"""Wanted by most cells (the first optimizer imports `_dynamo`), imported after the server can already fork."""
+
+
+class ForkServer:
+    """Ranks by process id; one loop over stdin and the ends of children."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._out = os.dup(1)
+        os.dup2(2, 1)                                  # what an import prints goes to the log, not into the protocol
+        self._partial = b""
+        self._children: dict[int, tuple[int, int]] = {}            # pid -> (rank, life)
+        self._open = True
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def tell(self, what: str, **fields: Any) -> None:
+        try:
+            os.write(self._out, json.dumps({"what": what, **fields}).encode() + b"\n")
+        except BrokenPipeError:
+            self._open = False
+
+    def serve(self, timeout_s: float | None = None) -> bool:
+        """Handle what is there, waiting up to `timeout_s` (None: until something comes). False when all is over."""
+        ready, _, _ = select.select([0, self._woken], [], [], timeout_s)
+        if self._woken in ready:
+            os.read(self._woken, 4096)
+        self._reap()
+        if 0 in ready:
+            data = os.read(0, 1 << 16)
+            if not data:                               # the supervisor has gone without a word
+                shutil.rmtree(self.directory, ignore_errors=True)
+                self._open = False
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
+                self._obey(json.loads(line))
+        return self._open
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if order["verb"] == "fork":
+            gc.collect()
+            gc.freeze()                                # pages shared with the ranks stay shared
+            for each in order["ranks"]:
+                self._fork(each["rank"], each["life"], order)
+        elif order["verb"] == "kill":
+            for pid, (rank, _life) in self._children.items():
+                if rank in order["ranks"]:
+                    _kill(pid)
+        elif order["verb"] == "stop":
+            self._open = False
+
+    def _fork(self, rank: int, life: int, order: dict[str, Any]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            self._children[pid] = (rank, life)
+            self.tell("forked", rank=rank, life=life, pid=pid)
+            return
+        code = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (self._out, self._woken, self._wake):
+                os.close(descriptor)
+            from colossal_nb.engine import bootstrap
+            bootstrap.live(rank, life, parent, self.directory, order)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        for pid, (rank, life) in list(self._children.items()):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                continue
+            _kill(pid)                                 # what the rank had started; its number is not reused before
+            _, status = os.waitpid(pid, 0)
+            del self._children[pid]
+            self.tell("exit", rank=rank, life=life, pid=pid, how=describe_exit(status))
+
+    def close(self) -> None:
+        """End every rank and wait for it."""
+        for pid in self._children:
+            _kill(pid)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+
+
+def _kill(pid: int) -> None:
+    """End a rank and all in its session's group."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        try:
+            os.kill(pid, signal.SIGKILL)               # it had not become a group of its own yet
+        except ProcessLookupError:
+            pass
+
+
+def main(directory: str) -> None:
+    begin = time.perf_counter()
+    server = ForkServer(directory)
+    for name in FIRST:
+        importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    server.tell("warm", seconds=time.perf_counter() - begin, threads=threads)
+    for name in LATER:
+        if not server.serve(0):
+            break
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            traceback.print_exc()
+    while server.serve():
+        pass
+    server.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,36 @@
+"""What needs a person at a rank's keyboard is refused at once instead of waiting for ever."""
+from __future__ import annotations
+
+import builtins
+import sys
+from typing import Any, NoReturn
+
+from IPython.core.error import StdinNotImplementedError, UsageError
+from IPython.core.interactiveshell import InteractiveShell
+
+
+def refuse(what: str) -> NoReturn:
+    raise StdinNotImplementedError(
+        f"{what} is not possible on a rank: nobody can type there. Ask in a cell without %%colossal and "
+        "%colossal push the answer.")
+
+
+def _input(prompt: object = "") -> NoReturn:
+    refuse("input()")
+
+
+def _breakpoint(*args: Any, **keywords: Any) -> NoReturn:
+    refuse("breakpoint()")
+
+
+def _debug(line: str, cell: str | None = None) -> NoReturn:
+    raise UsageError("%debug is not possible on a rank: nobody can type there. The traceback of each rank is in "
+                     "cnb.last_run.errors; print() and %colossal look show the rest.")
+
+
+def install(shell: InteractiveShell) -> None:
+    """Refuse input(), breakpoint(), pdb (which asks by input()), getpass and the debugger's magics."""
+    builtins.input = _input
+    sys.breakpointhook = _breakpoint
+    for name in ("debug", "pdb"):
+        shell.register_magic_function(_debug, "line_cell", name)

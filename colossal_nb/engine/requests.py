@@ -1,0 +1,139 @@
+"""What the kernel may ask of a rank between cells: names, push, pull, a copy of the globals for a new rank."""
+from __future__ import annotations
+
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import numpy as np
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+
+from colossal_nb.cluster import parcel
+from colossal_nb.parallel.layouts import layout_of
+
+if TYPE_CHECKING:
+    from colossal_nb.engine.cell import Cells
+
+
+class Requests:
+    """Each verb is a method that takes the request's fields and returns the reply's."""
+
+    def __init__(self, shell: InteractiveShell, cells: Cells) -> None:
+        self._shell = shell
+        self._cells = cells
+        self._verbs = {"hello": lambda **_: {}, "names": self.names, "push": self.push, "pull": self.pull,
+                       "copy": self.copy, "paste": self.paste}
+
+    def answer(self, content: dict[str, Any]) -> dict[str, Any]:
+        fields = {**content}
+        try:
+            return {"status": "ok", **self._verbs[fields.pop("verb")](**fields)}
+        except Exception as error:
+            return {"status": "error", "ename": type(error).__name__, "evalue": str(error)}
+
+    def _own(self) -> dict[str, Any]:
+        """The user's own names."""
+        ours = self._cells.defined
+        hidden = self._shell.user_ns_hidden
+        return {name: value for name, value in self._shell.user_ns.items()
+                if not name.startswith("_") and (name not in hidden or hidden[name] is not value)
+                and not (name in ours and ours[name] is value)}
+
+    def names(self) -> dict[str, Any]:
+        """name -> what it is, in a few words."""
+        return {"names": {name: describe(value) for name, value in self._own().items()}}
+
+    def push(self, path: str) -> dict[str, Any]:
+        self._shell.user_ns.update(parcel.read(path))
+        return {}
+
+    def pull(self, name: str, path: str, as_numpy: bool) -> dict[str, Any]:
+        """The value of a name (or of an expression) into the file `path`."""
+        try:
+            value = eval(name, self._shell.user_global_ns, self._shell.user_ns)
+        except NameError:
+            raise NameError(f"rank {self._cells.world.rank} has no {name!r}; it has: "
+                            f"{', '.join(sorted(self._own())) or 'nothing'}") from None
+        parcel.write(path, plain(value) if as_numpy else _detached(value))
+        return {"what": describe(value)}
+
+    def copy(self, path: str) -> dict[str, Any]:
+        """By-value copies of the picklable globals into `path`; the rest is named with the reason."""
+        values, missing = {}, {}
+        for name, value in self._own().items():
+            if is_parallel(value):
+                missing[name] = "is parallel"
+            else:
+                values[name] = value
+        try:
+            parcel.write(path, values)                 # together: what is shared stays shared
+        except Exception:
+            for name in list(values):
+                try:
+                    cloudpickle.dumps(values[name])
+                except Exception as error:
+                    missing[name] = f"cannot be copied ({type(error).__name__})"
+                    del values[name]
+            parcel.write(path, values)
+        return {"names": sorted(values), "missing": missing}
+
+    def paste(self, path: str) -> dict[str, Any]:
+        self._shell.user_ns.update(parcel.read(path))
+        return {}
+
+
+def is_parallel(value: Any) -> bool:
+    """Whether this is a distributed parameter, or a model or optimizer that holds one."""
+    if isinstance(value, torch.nn.Module):
+        tensors = list(value.parameters())
+    elif isinstance(value, torch.optim.Optimizer):
+        tensors = [each for group in value.param_groups for each in group["params"]]
+    else:
+        tensors = [value] if isinstance(value, torch.Tensor) else []
+    return any(layout_of(each) is not None for each in tensors)
+
+
+def plain(value: Any) -> Any:
+    """The same with numpy arrays for tensors, in containers too, for a kernel without torch."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(plain(each) for each in value)
+    return value
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+def describe(value: Any) -> str:
+    """A few words on a value, without computing anything."""
+    if isinstance(value, torch.Tensor):
+        kind = "Parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+        return f"{kind} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}" + _parallel(value)
+    if isinstance(value, np.ndarray):
+        return f"array {list(value.shape)} {value.dtype}"
+    if isinstance(value, torch.nn.Module):
+        count = sum(each.numel() for each in value.parameters())
+        return f"{type(value).__name__} with {count:,} parameters" + _parallel(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return type(value).__name__ + _parallel(value)
+    if isinstance(value, types.ModuleType):
+        return "module"
+    if isinstance(value, (type, types.FunctionType)):
+        return "class" if isinstance(value, type) else "function"
+    if isinstance(value, (bool, int, float, complex, type(None))) or (isinstance(value, str) and len(value) < 40):
+        return f"{type(value).__name__} {value!r}"
+    try:
+        return f"{type(value).__name__} of {len(value)}"
+    except TypeError:
+        return f"{type(value).__name__}, {sys.getsizeof(value)} bytes"
+
+
+def _parallel(value: Any) -> str:
+    return ", parallel" if is_parallel(value) else ""
