@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,24 +135,28 @@ def trace(model: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] |
     )
 
 
-@contextmanager
 def wrapped_forwards(
     model: nn.Module, wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any] | None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside the block each module runs `wrap(name, module, forward)` in the place of its forward, unless that is None.
 
     A forward that somebody else has already put on a module is wrapped in its turn and stands there again afterwards.
     """
+    wrapped = ((module, wrap(name, module, module.forward)) for name, module in model.named_modules())
+    return replaced_forwards([(module, forward) for module, forward in wrapped if forward is not None])
+
+
+@contextmanager
+def replaced_forwards(replacements: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Inside the block each of the modules runs another forward, which keeps the signature of its own."""
     before: list[tuple[nn.Module, Any]] = []
     try:
-        for name, module in model.named_modules():
-            replacement = wrap(name, module, module.forward)
-            if replacement is not None:
-                before.append((module, module.__dict__.get("forward")))
-                module.__dict__["forward"] = functools.wraps(module.forward)(replacement)
+        for module, forward in replacements:
+            before.append((module, module.__dict__.get("forward")))
+            module.__dict__["forward"] = functools.wraps(module.forward)(forward)
         yield
     finally:
-        for module, forward in before:
+        for module, forward in reversed(before):
             if forward is None:
                 module.__dict__.pop("forward", None)
             else:

@@ -1,0 +1,205 @@
+"""Before training: one microbatch through all stages, in this process, against the whole model.
+
+What a stage does not have is NaN there, so a tensor that should have crossed and did not cannot hide. The weights are
+shared with the model through fresh Parameter objects: nothing is copied, no hook of the user fires, no `.grad` changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossal_nb.parallel.pipeline.dataflow import Value
+from colossal_nb.parallel.pipeline.split import Split, absent_like
+from colossal_nb.parallel.pipeline.stage import Made, Spec, Specs, Stage
+from colossal_nb.parallel.structure import leaves
+from colossal_nb.parallel.trace import untouched
+
+# Largest difference, as a part of max(own size, FLOOR * the largest gradient of the model): a gradient that is zero in
+# exact arithmetic (the bias of a key projection) is noise and must not be compared with its own size.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+COARSE_TOLERANCE = 5e-2  # half precision: sums over stages are rounded
+FLOOR = 1e-3
+SEED = 20_231  # of the random states at the borders of units, equal in both programs
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How close the split model came to the whole one."""
+
+    output_difference: float
+    gradient_difference: float
+
+
+def prove(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proof:
+    """Compares every output and, for one weighted sum of them, every gradient. Raises ValueError naming what differs."""
+    with untouched(model), torch.enable_grad():
+        whole = _whole(model, split, args, kwargs)
+    with untouched(model), torch.enable_grad():
+        staged = _staged(model, split, args, kwargs, whole)
+    return Proof(_compare_outputs(split, whole, staged), _compare_gradients(whole, staged))
+
+
+@dataclass(frozen=True)
+class _Result:
+    outputs: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+def _whole(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
+    with stand_ins(model, set(split.holders)) as parameters:
+        output = Stage(model, split, None).run(args, kwargs, {}, {}, _seed).output
+        loss = _scalar(leaves(output), leaves(output))
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+        return _Result([leaf.detach() for leaf in leaves(output)], _gradients(parameters))
+
+
+def _staged(
+    model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], whole: _Result
+) -> _Result:
+    values: dict[Value, torch.Tensor] = {}
+    runs: list[tuple[Stage, Made, dict[str, nn.Parameter]]] = []
+    specs = recorded_specs(split)
+    for number in range(split.stages):
+        held = {name for name, stages in split.holders.items() if number in stages}
+        with stand_ins(model, held) as parameters:
+            stage = Stage(model, split, number)
+            received = {value: values[value].detach().clone() for value in split.needs[number]}
+            made = stage.run(args, kwargs, received, specs, _seed)
+        _refuse_missing(split, number, made, values)
+        values.update(made.values)
+        runs.append((stage, made, parameters))
+    outputs = leaves(runs[-1][1].output)
+    loss = _scalar(outputs, whole.outputs)
+    _backward(runs, loss)
+    total: dict[str, torch.Tensor] = {}
+    for _, _, parameters in runs:
+        for name, gradient in _gradients(parameters).items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return _Result([leaf.detach() for leaf in outputs], total)
+
+
+def _backward(runs: list[tuple[Stage, Made, dict[str, nn.Parameter]]], loss: torch.Tensor) -> None:
+    back: dict[Value, list[torch.Tensor]] = {}
+    for stage, made, _ in reversed(runs):
+        mine = {value: parts for value, parts in back.items() if value in made.values}
+        for value, gradient in stage.backward(made, loss if stage.is_last else None, mine).items():
+            back.setdefault(value, []).append(gradient)
+
+
+@contextmanager
+def stand_ins(model: nn.Module, held: set[str]) -> Iterator[dict[str, nn.Parameter]]:
+    """The model with other Parameter objects: sharing memory for names in `held`, absent (NaN) for the rest."""
+    fresh: dict[int, nn.Parameter] = {}
+    by_name: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        data = parameter.detach() if name in held else absent_like(parameter)
+        fresh[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        if name in held:
+            by_name[name] = fresh[id(parameter)]
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in list(module._parameters.items())
+        if parameter is not None
+    ]
+    try:
+        for module, name, parameter in places:
+            setattr(module, name, fresh[id(parameter)])
+        yield by_name
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)
+
+
+def _seed(site: int) -> None:
+    torch.manual_seed(SEED + site)
+
+
+def _scalar(outputs: list[torch.Tensor], like: list[torch.Tensor]) -> torch.Tensor:
+    """A number in which every element has a weight of its own, those left out that are not finite in `like`."""
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf, reference in zip(outputs, like, strict=True):
+        if leaf.is_floating_point() and leaf.numel():
+            weights = torch.linspace(-7, 7, leaf.numel(), dtype=torch.float64, device=leaf.device).sin() + 0.1
+            kept = torch.where(torch.isfinite(reference), leaf, torch.zeros_like(leaf)).double()
+            total = total + ((kept * weights.view_as(kept)).sum() / leaf.numel() ** 0.5).cpu()
+    return total
+
+
+def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+
+
+def recorded_specs(split: Split) -> Specs:
+    """The shapes of the recorded run."""
+    return {
+        index: tuple(Spec(tuple(leaf.shape), leaf.dtype) for leaf in leaves(unit.template))
+        for index, unit in enumerate(split.units)
+    }
+
+
+def _refuse_missing(split: Split, number: int, made: Made, earlier: dict[Value, torch.Tensor]) -> None:
+    """The first tensor that is NaN although nothing received was: this stage reads something it does not have."""
+    if any(_has_nan(value) for value in earlier.values()):
+        return
+    for value, tensor in made.values.items():
+        if _has_nan(tensor):
+            raise ValueError(
+                f"pp={split.stages} would be wrong: {split.label(value)} is NaN on stage {number}, so it reads a tensor "
+                f"of another stage that the recorded dataflow does not show. Other cuts may work: cuts=[...]"
+            )
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool(torch.isnan(tensor).any())
+
+
+def _compare_outputs(split: Split, whole: _Result, staged: _Result) -> float:
+    worst = 0.0
+    for index, (expected, found) in enumerate(zip(whole.outputs, staged.outputs, strict=True)):
+        if expected.numel() == 0:
+            continue
+        finite = torch.isfinite(expected)
+        expected, found = expected[finite].double(), found[finite].double()
+        difference = _largest(found - expected) / (_largest(expected) or 1.0)
+        if not difference <= _tolerance(whole.outputs[index].dtype):
+            raise ValueError(
+                f"pp={split.stages} would be wrong: output {index} differs from the whole model's by "
+                f"{difference:.1e} of its size"
+                + (" (NaN: it depends on a tensor of another stage in a way that the recorded dataflow does not show)"
+                   if difference != difference else "")
+                + ". Other cuts may work: cuts=[...]"
+            )  # fmt: skip
+        worst = max(worst, difference)
+    return worst
+
+
+def _compare_gradients(whole: _Result, staged: _Result) -> float:
+    largest = max((_largest(gradient) for gradient in whole.gradients.values()), default=0.0)
+    worst = 0.0
+    for name in {**whole.gradients, **staged.gradients}:
+        zeros = torch.zeros_like((whole.gradients | staged.gradients)[name])
+        expected, found = whole.gradients.get(name, zeros), staged.gradients.get(name, zeros)
+        difference = _largest(found - expected) / (max(_largest(expected), FLOOR * largest) or 1.0)
+        if not difference <= _tolerance(expected.dtype):
+            raise ValueError(
+                f"the split would train wrong: the gradient of {name} differs from the whole model's by "
+                f"{difference:.1e} of its size (allowed {_tolerance(expected.dtype):.0e}). Other cuts may work: cuts=[...]"
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return TOLERANCE.get(dtype, COARSE_TOLERANCE)

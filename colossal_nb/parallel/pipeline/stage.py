@@ -1,0 +1,263 @@
+"""One stage's part of a forward and of its backward: the user's own module runs, and stops where the stage ends.
+
+A call of a unit of another stage returns what was received where this stage needs it, NaN elsewhere. The run ends at
+the first such call after the stage's last own unit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import checkpoint
+
+from colossal_nb.parallel.pipeline.dataflow import Value
+from colossal_nb.parallel.pipeline.split import Split, absent
+from colossal_nb.parallel.structure import leaves, rebuild
+from colossal_nb.parallel.trace import replaced_forwards
+
+Border = Callable[[int], None]  # called with 0 at the start, 2 u + 1 before and 2 u + 2 after unit u
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of one tensor that a unit returns."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+Specs = dict[int, tuple[Spec, ...]]  # unit -> its tensors
+
+
+@dataclass
+class Arrival:
+    """A received tensor inside one run; its gradient lands here."""
+
+    spec: Spec
+    device: torch.device
+    grad: torch.Tensor | None = None
+
+    def gradient(self) -> torch.Tensor:
+        """Zeros where the stage did not use it in a differentiable way."""
+        if self.grad is None:
+            return torch.zeros(self.spec.shape, dtype=self.spec.dtype, device=self.device)
+        return self.grad
+
+
+@dataclass
+class Made:
+    """What one run of a stage leaves: values for other stages, the arrivals, the output (where the model ends)."""
+
+    values: dict[Value, torch.Tensor] = field(default_factory=dict)
+    arrivals: dict[Value, Arrival] = field(default_factory=dict)
+    specs: Specs = field(default_factory=dict)
+    output: Any = None
+    ended: bool = False
+
+
+class _Leave(BaseException):
+    """The stage is done. No Exception, so that a model's own `except Exception` does not stop it."""
+
+
+class Stage:
+    """Runs stage `number` of a split, or, with None, the whole model with the same borders between units."""
+
+    def __init__(self, model: nn.Module, split: Split, number: int | None, forward: Callable[..., Any] | None = None):
+        self.model = model
+        self.split = split
+        self.number = number
+        self.forward = forward or model.forward  # the model's own, also when somebody has put another in its place
+        self.wanted = frozenset(split.sends(number)) if number is not None else frozenset()
+        self.own = len(split.units) if number is None else len(split.owned(number))
+        self.is_last = number in (None, split.stages - 1)
+        modules = dict(model.named_modules())
+        self.numbers: dict[str, dict[int, int]] = {}
+        for index, unit in enumerate(split.units):
+            self.numbers.setdefault(unit.name, {})[unit.nth] = index
+        self.modules = {name: modules[name] for name in self.numbers}
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        received: Mapping[Value, torch.Tensor],
+        specs: Specs,
+        border: Border | None = None,
+    ) -> Made:
+        """One forward. `received` has every value of `split.needs[number]`, `specs` every unit of earlier stages.
+
+        Raises RuntimeError when the forward did not pass all of the stage's units (it went another way than recorded).
+        """
+        run = _Run(self, received, specs, border)
+        replacements = [
+            (module, run.forward_of(self.numbers[name], name, module.forward)) for name, module in self.modules.items()
+        ]
+        if self.model.forward != self.forward:
+            replacements.append((self.model, lambda *args, **kwargs: self.forward(*args, **kwargs)))
+        if border is not None:
+            border(0)
+        # A forward may write into its inputs: each stage has its own.
+        args, kwargs = rebuild((args, kwargs), lambda tensor: tensor.clone())
+        with _transparent_checkpoints(), replaced_forwards(replacements):
+            try:
+                run.made.output = self.model(*args, **kwargs)
+                run.made.ended = True
+            except _Leave:
+                run.made.ended = False
+        self._check_complete(run)
+        return run.made
+
+    def backward(
+        self, made: Made, loss: torch.Tensor | None, gradients: Mapping[Value, list[torch.Tensor]]
+    ) -> dict[Value, torch.Tensor]:
+        """The backward of one run: gradients of sent values in (one per receiver), of received values out.
+
+        Gradients of parameters are added to their `.grad`.
+        """
+        tensors = [] if loss is None else [loss]
+        seeds: list[torch.Tensor | None] = [None for _ in tensors]
+        for value, parts in gradients.items():
+            if made.values[value].requires_grad:
+                tensors.append(made.values[value])
+                seeds.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+        if any(tensor.requires_grad for tensor in tensors):
+            torch.autograd.backward(tensors, seeds)
+        return {value: arrival.gradient() for value, arrival in made.arrivals.items()}
+
+    def _check_complete(self, run: _Run) -> None:
+        missing = self.wanted - run.made.values.keys()
+        if run.left or missing:
+            units = [str(self.split.units[value.unit]) for value in sorted(missing)]
+            raise RuntimeError(
+                f"stage {self.number} ran {self.own - run.left} of its {self.own} units"
+                + (f" and did not make {', '.join(units)}" if units else "")
+                + ": this forward took another way than the recorded one"
+            )
+
+
+class _Run:
+    """The state of one forward: which calls came by, what was made."""
+
+    def __init__(
+        self, stage: Stage, received: Mapping[Value, torch.Tensor], specs: Specs, border: Border | None
+    ) -> None:
+        self.stage, self.split = stage, stage.split
+        self.received, self.specs, self.border = received, specs, border
+        self.made = Made()
+        self.left = stage.own
+        self.times: Counter[str] = Counter()
+        self.depth = 0
+
+    def forward_of(self, numbers: dict[int, int], name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """What a unit's module runs in the place of its forward."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self.depth or _recomputing():
+                return forward(*args, **kwargs)
+            unit = numbers.get(self.times[name])
+            self.times[name] += 1
+            if unit is None:
+                return forward(*args, **kwargs)
+            if self.stage.number in (None, self.split.stage_of[unit]):
+                return self._own(unit, forward, args, kwargs)
+            return self._foreign(unit)
+
+        return called
+
+    def _own(self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._pass_border(2 * unit + 1)
+        self.depth += 1
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self.depth -= 1
+        self._pass_border(2 * unit + 2)
+        self.left -= 1
+        tensors = leaves(output)
+        self.made.specs[unit] = tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        for leaf, tensor in enumerate(tensors):
+            value = Value(unit, leaf)
+            if value in self.stage.wanted:
+                self.made.values[value] = tensor.clone() if value in self.split.mutated else tensor
+        return output
+
+    def _foreign(self, unit: int) -> Any:
+        if self.left == 0 and not self.stage.is_last:
+            raise _Leave
+        self._pass_border(2 * unit + 2)
+        leaf = -1
+
+        def fill(like: torch.Tensor) -> torch.Tensor:
+            nonlocal leaf
+            leaf += 1
+            value = Value(unit, leaf)
+            if value in self.received:
+                return self._arrive(value, self.received[value])
+            spec = self.specs[unit][leaf]
+            missing = absent(spec.shape, spec.dtype, like.device)
+            return missing.clone() if value in self.split.mutated else missing
+
+        return rebuild(self.split.units[unit].template, fill)
+
+    def _arrive(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            return tensor
+        arrival = Arrival(Spec(tuple(tensor.shape), tensor.dtype), tensor.device)
+        self.made.arrivals[value] = arrival
+        if not torch.is_grad_enabled():
+            return tensor
+        anchor = torch.empty(0, requires_grad=True)
+        arrived: torch.Tensor = _Arrive.apply(anchor, tensor, arrival)  # type: ignore[no-untyped-call]
+        return arrived
+
+    def _pass_border(self, site: int) -> None:
+        if self.border is not None:
+            self.border(site)
+
+
+class _Arrive(torch.autograd.Function):
+    """Forward: the received tensor, as one that the model may differentiate and write into. Backward: kept for sending.
+
+    A leaf that requires grad would forbid in-place operations, a clone would cost its memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor, arrival: Arrival) -> torch.Tensor:
+        ctx.arrival = arrival
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        (gradient,) = gradients
+        ctx.arrival.grad = gradient
+        return None, None, None
+
+
+def _recomputing() -> bool:
+    """Inside a backward: a checkpoint runs its block again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class _Transparent:
+    """Stands for the reentrant checkpoint, which hides the graph of what is made inside from a stage that ends there."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+@contextmanager
+def _transparent_checkpoints() -> Iterator[None]:
+    before = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _Transparent  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = before  # type: ignore[misc]
