@@ -64,6 +64,7 @@ def execute(source: Path, out: Path, timeout_s: int) -> tuple[nbformat.NotebookN
         timeout=timeout_s,
         kernel_name="python3",
         resources={"metadata": {"path": str(out)}},
+        extra_arguments=["--IPKernelApp.log_level=40"],  # its note on unencrypted loopback is no news here
         on_cell_start=progress.start,
         on_cell_executed=progress.done,
     )
