@@ -1,0 +1,88 @@
+"""How a row of the ranks' lines is written: marks, and lines that differ only in digits folded to one."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from colossal_nb.notebook.merge import Group, Row
+
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_SPACES = re.compile(r"\s+")
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """`(0, 1, 2, 5)` as `0-2,5`."""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 2 else ",".join(map(str, part)) for part in parts)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 2` or `ranks 0-3`, for sentences."""
+    return f"rank{'s' * (len(ranks) > 1)} {rank_list(ranks)}"
+
+
+def skeleton(text: str) -> str:
+    """A line with its numbers and the width of its spaces taken out: equal for lines that differ only in digits."""
+    return _SPACES.sub(" ", _NUMBER.sub("#", text))
+
+
+def differing_numbers(texts: Sequence[str]) -> int:
+    """At how many positions the numbers of lines with equal skeletons differ."""
+    return sum(len(set(column)) > 1 for column in zip(*(_NUMBER.findall(text) for text in texts), strict=True))
+
+
+class Folder:
+    """Writes rows of lines for one cell. It remembers what it need not say twice."""
+
+    def __init__(self, ranks: Sequence[int], bare: bool, show_all: bool = False) -> None:
+        self._ranks = tuple(sorted(ranks))
+        self._show_all = show_all
+        self._say_same = bare and len(self._ranks) > 1
+        self._say_how = True
+
+    def lines(self, row: Row) -> list[tuple[str, str]]:
+        """The row as (stream, line) pairs; rich output is not for here."""
+        if row.late:
+            group = row.groups[0]
+            what = "line" if group.item.kind in ("stdout", "stderr") else "output"
+            count = f"{what}" if row.late == 1 else f"{row.late} {what}s"
+            return [("stdout", f"[{rank_list(group.ranks)}] the same {count}")]
+        return [pair for alike in self._alike(row.groups) for pair in self._write(alike)]
+
+    def mark(self, ranks: Sequence[int]) -> str:
+        """Before something that only these ranks showed; nothing if all did."""
+        return "" if tuple(sorted(ranks)) == self._ranks else f"[{rank_list(ranks)}] "
+
+    def same(self) -> str:
+        """Behind the first line that all ranks of a bare cell print, once."""
+        if not self._say_same:
+            return ""
+        self._say_same = False
+        return f"  (same on ranks {rank_list(self._ranks)})"
+
+    def _alike(self, groups: Sequence[Group]) -> list[list[Group]]:
+        if self._show_all or len(groups) == 1:
+            return [[group] for group in groups]
+        alike: dict[tuple[str, str], list[Group]] = {}
+        for group in groups:
+            alike.setdefault((group.item.kind, skeleton(group.item.text)), []).append(group)
+        return list(alike.values())
+
+    def _write(self, alike: list[Group]) -> list[tuple[str, str]]:
+        first = alike[0]
+        text = f"{self.mark(first.ranks)}{first.item.text}"
+        if len(alike) > 1:
+            others = sum(len(group.ranks) for group in alike[1:])
+            count = differing_numbers([group.item.text for group in alike])
+            how = "; --show all shows them" if self._say_how else ""
+            self._say_how = False
+            where = f"differ in {count} number{'s' * (count != 1)}" if count else "differ in spaces"
+            text += f"  ({others} alike, {where}{how})"
+        elif first.ranks == self._ranks and text.strip():
+            text += self.same()
+        return [(first.item.kind, text)]

@@ -1,0 +1,183 @@
+"""The output of one cell as it happens: the ranks' streams, displays and results become one page."""
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Sequence
+from os.path import commonprefix
+
+from colossal_nb.notebook.bars import Bars
+from colossal_nb.notebook.fold import Folder
+from colossal_nb.notebook.lines import Splitter
+from colossal_nb.notebook.merge import HOLD_S, Group, Item, Merger, Row
+from colossal_nb.notebook.page import Page, Text, new_id
+from colossal_nb.run import Output
+
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+
+
+class CellOutput:
+    """`add` each output when it arrives, call `turn` often (it shows what is due), `finish` once.
+
+    `bare`: a cell without a strategy. `show_all` writes every line, `only` leaves out the other ranks' output.
+    """
+
+    def __init__(self, ranks: Sequence[int], page: Page, *, bare: bool, show_all: bool = False,
+                 only: Collection[int] | None = None) -> None:
+        shown = tuple(sorted(rank for rank in ranks if only is None or rank in only))
+        self._only = None if only is None else set(shown)
+        self._page = page
+        self._text = Text(page, limited=not show_all)
+        self._merger = Merger(shown)
+        self._folder = Folder(ranks, bare and only is None, show_all)
+        self._bars = Bars(ranks if only is None else shown, self._show_bars, new_id)
+        self._splitters: dict[tuple[int, str], Splitter] = {}
+        self._ids: dict[tuple[int, str], str] = {}
+        self._open = ("", "")  # stream and shown text of a line that is not complete
+
+    def add(self, output: Output, now: float) -> None:
+        """Take one output of one rank. Errors are not for here."""
+        if self._only is not None and output.rank not in self._only:
+            return
+        if output.kind == "stream":
+            splitter = self._splitter(output.rank, output.name)
+            for line in splitter.feed(output.text, now):
+                self._merger.add(output.rank, Item(output.name, line), now)
+        elif output.kind != "error":
+            self._flush_partials(output.rank, now)
+            kind = "update" if output.kind == "update_display" else output.kind
+            self._merger.add(output.rank, Item(kind, _digest(output), output), now)
+
+    def turn(self, now: float) -> None:
+        """Show what is due."""
+        for row in self._merger.take(now):
+            self._show(row)
+        self._show_partials(now)
+        self._bars.draw(now)
+        self._text.turn(now)
+
+    def finish(self) -> None:
+        """The cell has ended: show all that is left."""
+        for rank in {rank for rank, _ in self._splitters}:
+            self._flush_partials(rank, float("-inf"))
+        for row in self._merger.finish():
+            self._show(row)
+        self._close_line()
+        self._text.finish()
+        self._bars.draw(0.0, last=True)
+
+    def _splitter(self, rank: int, name: str) -> Splitter:
+        if (rank, name) not in self._splitters:
+            self._splitters[rank, name] = Splitter(rank, name, self._bars)
+        return self._splitters[rank, name]
+
+    def _flush_partials(self, rank: int, now: float) -> None:
+        for (of, name), splitter in self._splitters.items():
+            if of == rank:
+                for line in splitter.flush():
+                    self._merger.add(rank, Item(name, line), now)
+
+    def _show(self, row: Row) -> None:
+        kind = row.groups[0].item.kind
+        if row.late or all(group.item.kind in ("stdout", "stderr") for group in row.groups):
+            for stream, line in self._folder.lines(row):
+                self._write_line(stream, line)
+        elif kind == "result" and all(_is_text(group.item.output) for group in row.groups):
+            self._show_results(row)
+        else:
+            for group in row.groups:
+                self._show_rich(group)
+
+    def _show_rich(self, group: Group) -> None:
+        if group.item.kind in ("stdout", "stderr"):
+            self._show(Row((group,)))
+            return
+        self._close_line()
+        output = group.item.output
+        assert output is not None
+        if group.item.kind == "clear":
+            self._clear(output.name == "wait")
+        elif group.item.kind == "update":
+            self._update(group)
+        else:
+            mark = self._folder.mark(group.ranks)
+            if mark:
+                self._text.add("stdout", f"{mark.rstrip()}\n")
+            self._text.flush()
+            self._page.display(output.data or {}, output.metadata, self._page_id(group))
+
+    def _show_results(self, row: Row) -> None:
+        self._close_line()
+        self._text.flush()
+        lines: list[str] = []
+        for group in row.groups:
+            text = str((group.item.output.data or {})["text/plain"]) if group.item.output else ""
+            mark = self._folder.mark(group.ranks)
+            if not mark and "\n" not in text:
+                text += self._folder.same()
+            lines.append(mark + text.replace("\n", "\n" + " " * len(mark)))
+        self._page.display({"text/plain": "\n".join(lines)})
+
+    def _page_id(self, group: Group) -> str:
+        """One display of the page stands for the displays of these ranks."""
+        named = [output for output in group.outputs if output is not None and output.display_id]
+        page_id = new_id() if named else ""
+        for output in named:
+            self._ids[output.rank, output.display_id] = page_id
+        return page_id
+
+    def _update(self, group: Group) -> None:
+        done: set[str] = set()
+        for output in group.outputs:
+            page_id = self._ids.get((output.rank, output.display_id), "") if output else ""
+            if output and page_id and page_id not in done:
+                done.add(page_id)
+                self._page.display(output.data or {}, output.metadata, page_id, update=True)
+
+    def _clear(self, wait: bool) -> None:
+        self._text.flush()
+        self._text.restart()
+        self._page.clear(wait)
+
+    def _write_line(self, stream: str, line: str) -> None:
+        opened, shown = self._open
+        if shown and opened == stream and line.startswith(shown):
+            line = line[len(shown):]
+        elif shown:
+            self._text.add(opened, "\n")
+        self._open = ("", "")
+        self._text.add(stream, line + "\n")
+
+    def _close_line(self) -> None:
+        if self._open[1]:
+            self._text.add(self._open[0], "\n")
+            self._open = ("", "")
+
+    def _show_partials(self, now: float) -> None:
+        """Lines that are not complete but old: what the ranks that wrote them have in common."""
+        if not self._merger.empty:
+            return
+        for stream in ("stdout", "stderr"):
+            texts = {rank: splitter.partial for (rank, name), splitter in self._splitters.items()
+                     if name == stream and splitter.partial and now - splitter.since >= HOLD_S}
+            opened, shown = self._open
+            if not texts or (shown and opened != stream):
+                continue
+            text = self._folder.mark(sorted(texts)) + commonprefix(list(texts.values()))
+            if text.startswith(shown) and len(text) > len(shown) and commonprefix(list(texts.values())):
+                self._text.add(stream, text[len(shown):])
+                self._open = (stream, text)
+
+    def _show_bars(self, display_id: str, text: str, update: bool) -> None:
+        self._text.flush()
+        self._page.display({"text/plain": text}, display_id=display_id, update=update)
+
+
+def _is_text(output: Output | None) -> bool:
+    return output is not None and set(output.data or {}) == {"text/plain"}
+
+
+def _digest(output: Output) -> str:
+    """Equal for outputs that look equal: addresses of objects do not count."""
+    bundle = sorted((output.data or {}).items())
+    return hashlib.sha1(_ADDRESS.sub("", f"{output.name}{bundle!r}").encode()).hexdigest()
