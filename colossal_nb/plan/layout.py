@@ -32,9 +32,18 @@ class Partial:
 
 @dataclass(frozen=True)
 class On:
-    """Only the ranks at this coordinate of the axis hold it (a pipeline stage's tensors)."""
+    """Only the ranks at this coordinate of the axis hold it (a pipeline stage's tensors).
+
+    `copies`: further coordinates that hold the same (a weight tied between the first and the last stage).
+    """
 
     coordinate: int
+    copies: tuple[int, ...] = ()
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        """All coordinates that hold it, the owner first."""
+        return (self.coordinate, *self.copies)
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,7 @@ class Layout:
         """
         place = self.mesh.coordinate(rank)
         pairs = list(zip(self.placements, self.mesh.axes, strict=True))
-        if any(isinstance(p, On) and p.coordinate != place[axis] for p, axis in pairs):
+        if any(isinstance(p, On) and place[axis] not in p.coordinates for p, axis in pairs):
             return None
         held: list[Indices] = [range(size) for size in self.global_shape]
         for placement, axis in pairs:
@@ -178,8 +187,9 @@ def _wrong(layout: Layout) -> list[str]:
         return [f"{len(placements)} placements for the {len(mesh.axes)} mesh axes {', '.join(mesh.axes)}"]
     wrong = [] if layout.dtype in ITEM_BYTES else [f"dtype {layout.dtype!r} is none of {', '.join(ITEM_BYTES)}"]
     for axis, size, placement in zip(mesh.axes, mesh.shape, placements, strict=True):
-        if isinstance(placement, On) and not 0 <= placement.coordinate < size:
-            wrong.append(f"{axis} has coordinates 0..{size - 1}, not {placement.coordinate}")
+        if isinstance(placement, On):
+            outside = [at for at in placement.coordinates if not 0 <= at < size]
+            wrong += [f"{axis} has coordinates 0..{size - 1}, not {at}" for at in outside]
         if isinstance(placement, Shard):
             wrong += [f"{axis}: {reason}" for reason in _wrong_shard(placement, size, layout.global_shape)]
     return wrong
@@ -203,14 +213,16 @@ def _wrong_shard(shard: Shard, ranks: int, shape: tuple[int, ...]) -> list[str]:
 def _short(placement: Placement) -> str:
     if isinstance(placement, Shard):
         return f"Shard({placement.dim})" if placement.parts is None else f"Shard({placement.dim}, by index)"
-    return f"On({placement.coordinate})" if isinstance(placement, On) else type(placement).__name__
+    if isinstance(placement, On):
+        return f"On({', '.join(map(str, placement.coordinates))})"
+    return type(placement).__name__
 
 
 def _to_plain(placement: Placement) -> list[Any]:
     if isinstance(placement, Shard):
         parts = None if placement.parts is None else [to_runs(part) for part in placement.parts]
         return ["Shard", placement.dim, parts]
-    return ["On", placement.coordinate] if isinstance(placement, On) else [type(placement).__name__]
+    return ["On", *placement.coordinates] if isinstance(placement, On) else [type(placement).__name__]
 
 
 def _from_plain(plain: list[Any]) -> Placement:
@@ -219,5 +231,5 @@ def _from_plain(plain: list[Any]) -> Placement:
         dim, parts = rest
         return Shard(dim, None if parts is None else tuple(from_runs(part) for part in parts))
     if kind == "On":
-        return On(*rest)
+        return On(rest[0], tuple(rest[1:]))
     return Partial() if kind == "Partial" else Replicate()
