@@ -1,6 +1,7 @@
 """The process behind `ranks_fixture`: imports torch once, then forks ranks on request. Not a test."""
 
 import faulthandler
+import gc
 import json
 import os
 import pickle
@@ -122,6 +123,7 @@ def main() -> None:
     import colossal_nb.parallel.collectives  # noqa: F401  (warm: every rank needs it)
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays shared with the children
     serve(socket.socket(fileno=int(sys.argv[1])))
 
 

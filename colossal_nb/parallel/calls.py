@@ -155,8 +155,10 @@ def all_to_all(
 ) -> Call:
     """[out, x]: rank i's j-th part of x becomes rank j's i-th part of out; parts are rows of dim 0.
 
-    `got` and `given` are the rows of out and x per rank (None: equal parts).
+    `got` and `given` are the rows of out and x per rank (None: equal parts). Or [*outs, *xs], one of each per rank.
     """
+    if len(tensors) == 2 * size and size != 1:
+        return _all_to_all_parts(tensors[:size], tensors[size:])
     out, x = tensors
     _same_dtype("all_to_all", out, x)
     form, room = _movable(x).reshape(-1), _room_for(out)
@@ -165,6 +167,20 @@ def all_to_all(
     return Call(
         bytes_of(x), lambda wire: [wire.all_to_all(room, form, got_sizes, given_sizes)], lambda: _land(out, room)
     )
+
+
+def _all_to_all_parts(outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Call:
+    for out, part in zip(outs, parts, strict=True):
+        _same_dtype("all_to_all", out, part)
+    form = torch.cat([_movable(part).reshape(-1) for part in parts])
+    got, given = [_movable_numel(out) for out in outs], [_movable_numel(part) for part in parts]
+    room = form.new_empty(sum(got))
+
+    def finish() -> None:
+        for out, arrived in zip(outs, room.split(got), strict=True):
+            _land(out, arrived)
+
+    return Call(bytes_of(*parts), lambda wire: [wire.all_to_all(room, form, got, given)], finish)
 
 
 def _row_sizes(what: str, x: Tensor, elements: int, rows: Sequence[int] | None, size: int) -> list[int]:

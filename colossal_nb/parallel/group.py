@@ -11,9 +11,14 @@ from torch import Tensor
 from colossal_nb.parallel import calls, compat
 from colossal_nb.parallel.transports import messages
 from colossal_nb.parallel.transports.gloo import Gloo, Handle
+from colossal_nb.record.events import group_name, link_name
 
 if TYPE_CHECKING:
     from colossal_nb.parallel.world import Epoch
+
+
+# How long after a peer's hang-up our own abort may still arrive.
+_ABORT_FOLLOWS_S = 0.5
 
 
 class Released(RuntimeError):
@@ -27,47 +32,52 @@ class Work:
     """An operation under way; `wait` ends it. The tensors hold the result only afterwards."""
 
     def __init__(self, group: "Group", handles: Sequence[Any], finish: Callable[[], None] | None, token: Any) -> None:
-        self._group, self._handles, self._finish, self._token = group, handles, finish, token
+        self._group, self.handles, self._finish, self._token = group, handles, finish, token
         self._done = False
         self._lock = threading.Lock()
-
-    @property
-    def handles(self) -> Sequence[Any]:
-        """The transport's own handles, in order."""
-        return self._handles
 
     def wait(self) -> None:
         """Block until done. Raises Released, or KeyboardInterrupt, when the group is closed meanwhile."""
         if self._done:
             return
         try:
-            for handle in self._handles:
+            for handle in self.handles:
                 handle.wait()
-            if self._finish and not self._done:
-                with torch.no_grad():
-                    self._finish()
         except BaseException as error:
-            raise self._group.translated(error) from (None if isinstance(error, Released) else error)
-        finally:
             self.close()
+            raise self._group.translated(error) from (None if isinstance(error, Released) else error)
+        self.complete()
+
+    def complete(self) -> None:
+        """The handles are done: put the result where it belongs, write the slice; the first call counts."""
+        with self._lock:
+            if self._done:
+                return
+            try:
+                if self._finish:
+                    with torch.no_grad():
+                        self._finish()
+            finally:
+                self._done = True
+                self._group.epoch.world.recorder.end(self._token)
 
     def close(self) -> None:
-        """Write the slice; the first call counts."""
+        """Write the slice of what failed."""
         with self._lock:
             done, self._done = self._done, True
-        if not done:
-            self._group.epoch.world.recorder.end(self._token)
+            if not done:
+                self._group.epoch.world.recorder.end(self._token)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._done or all(handle.is_completed() for handle in self._handles)
+        return self._done or all(handle.is_completed() for handle in self.handles)
 
 
 class _Finished(Work):
     """What a group of one rank returns: there was nothing to do."""
 
     def __init__(self) -> None:
-        self._done, self._handles = True, ()
+        self._done, self.handles = True, ()
 
 
 class _Later:
@@ -82,6 +92,20 @@ class _Later:
     def is_completed(self) -> bool:
         return self._future.done()
 
+    def get_future(self) -> Any:
+        """The same as a future of torch."""
+        theirs: Any = torch.futures.Future()
+
+        def pass_on(ours: "Future[Any]") -> None:
+            error = ours.exception()
+            if error is None:
+                theirs.set_result(None)
+            else:
+                theirs.set_exception(error)
+
+        self._future.add_done_callback(pass_on)
+        return theirs
+
 
 class Group:
     """The ranks of one mesh axis (or of one user group), seen from one of them.
@@ -94,6 +118,7 @@ class Group:
         self.epoch, self.name, self.ranks, self.index = epoch, name, ranks, index
         self.size = len(ranks)
         self.seq = 0
+        self._label = group_name(name, ranks)
         self._messages: dict[tuple[int, int], int] = {}
         self._wire: Gloo | None = None
         self._couriers: dict[tuple[str, int | None], ThreadPoolExecutor] = {}
@@ -120,7 +145,7 @@ class Group:
         if self.size == 1:
             return _alone(op, tensors)
         self._allowed()
-        token = self._begin(op, self.name, self.seq, call.payload_bytes, of)
+        token = self._begin(op, self._label, self.seq, call.payload_bytes, of)
         self.seq += 1
         return self._started(lambda: call.issue(self.wire()), call.finish, token, wait)
 
@@ -165,9 +190,10 @@ class Group:
         """What the caller should see instead of a transport's error."""
         if isinstance(error, Released) or not isinstance(error, Exception):
             return error
-        if self.epoch.aborted:
+        disconnected = compat.is_disconnect(error)
+        if self.epoch.aborted_within(_ABORT_FOLLOWS_S if disconnected else 0.0):
             return self.epoch.release()
-        if compat.is_disconnect(error):
+        if disconnected:
             return Released(f"another rank of the group {self.name} {list(self.ranks)} closed it or is gone")
         return error
 
@@ -194,8 +220,9 @@ class Group:
         other = -1 if peer is None else peer
         pair = (self.index, other) if op == "send" else (other, self.index)
         seq = self._messages[pair] = self._messages.get(pair, -1) + 1
-        source, target = ("any" if place < 0 else str(self.ranks[place]) for place in pair)
-        return f"{self.name} {source}>{target}", seq
+        if peer is None:
+            return f"{self.name}:>{self.ranks[self.index]}", seq
+        return link_name(self.name, *(self.ranks[place] for place in pair)), seq
 
     def _deliver(self, way: tuple[str, int | None], transfer: Callable[[], Any], wait: bool) -> Handle:
         """Run a transfer here, or in the thread that keeps the order of this way once one exists."""

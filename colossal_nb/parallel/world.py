@@ -1,6 +1,5 @@
 """The one global of a rank's process: who it is, and the groups it can talk in."""
 
-import gc
 import itertools
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,10 +18,19 @@ class Epoch:
 
     def __init__(self, world: "World", number: int, store: Any) -> None:
         self.world, self.number, self._store = world, number, store
-        self.aborted, self.reason = False, ""
+        self.reason = ""
+        self._ended = threading.Event()
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._connecting = 0
         self._lock = threading.Lock()
+
+    @property
+    def aborted(self) -> bool:
+        return self._ended.is_set()
+
+    def aborted_within(self, limit_s: float) -> bool:
+        """Whether an abort comes soon: when all ranks are aborted, a peer's may be felt before our own is told."""
+        return self._ended.wait(limit_s)
 
     def group(self, name: str, ranks: tuple[int, ...]) -> Group:
         found = self._groups.get((name, ranks))
@@ -58,7 +66,7 @@ class Epoch:
     def abort(self, reason: str) -> None:
         """Free whoever is blocked in a group of this epoch; safe in any thread, and again."""
         self.reason = self.reason or reason
-        self.aborted = True
+        self._ended.set()
         endpoint = self.world.made_endpoint
         if endpoint is not None:
             endpoint.cut()
@@ -74,10 +82,6 @@ class Epoch:
         for group in list(self._groups.values()):
             group.close()
         self._groups.clear()
-
-    @property
-    def groups(self) -> list[Group]:
-        return list(self._groups.values())
 
 
 class World:
@@ -110,6 +114,7 @@ class World:
         self.notes: list[str] = []
         self.subset: frozenset[int] | None = None
         self.interrupted = False
+        self.model: Any = None  # what the parallel model that ran last carries
         self.made_endpoint: Endpoint | None = None
         self._epoch = Epoch(self, epoch, store)
         self._lock = threading.Lock()
@@ -176,10 +181,10 @@ class World:
         """A group of its own for the given ranks, this one among them."""
         return self._epoch.group(name, ranks)
 
-    def members(self, name: str) -> tuple[int, ...]:
-        """The ranks that this rank meets in the groups of a name; empty where it uses none (for reports)."""
-        found = {rank for group in self._epoch.groups if group.name == name for rank in group.ranks}
-        return tuple(sorted(found))
+    def note(self, text: str) -> None:
+        """Tell the user once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def abort(self, reason: str = "the groups were closed") -> None:
         """From any thread: whoever is in a collective is freed within some 10 ms, and later calls raise at once."""
@@ -201,7 +206,6 @@ class World:
         self._epoch = Epoch(self, epoch, self.store)
         self.interrupted = False
         old.close()
-        gc.collect()
 
     def stop(self) -> None:
         """End the groups; the process is a rank of nothing."""

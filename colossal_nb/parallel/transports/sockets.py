@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 from collections.abc import Callable, Iterator
 
 Address = tuple[str, int]
@@ -14,9 +15,12 @@ def _open_sockets() -> Iterator[socket.socket]:
     """
     for name in os.listdir("/dev/fd"):
         try:
-            copy = socket.socket(fileno=os.dup(int(name)))
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            duplicate = os.dup(int(name))
         except OSError:
             continue
+        copy = socket.socket(fileno=duplicate)
         with copy:
             if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
                 yield copy
