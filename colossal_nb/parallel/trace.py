@@ -7,6 +7,7 @@ views and in-place operations need no special care: `x.view(...)` and `x.add_(..
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -153,7 +154,8 @@ def replaced_forwards(replacements: Sequence[tuple[nn.Module, Callable[..., Any]
     try:
         for module, forward in replacements:
             before.append((module, module.__dict__.get("forward")))
-            module.__dict__["forward"] = functools.wraps(module.forward)(forward)
+            own = module.forward
+            module.__dict__["forward"] = forward if inspect.ismethod(forward) else functools.wraps(own)(forward)
         yield
     finally:
         for module, forward in reversed(before):

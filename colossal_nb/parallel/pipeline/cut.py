@@ -26,7 +26,7 @@ def best_cuts(
     def load(stage: int, first: int, end: int) -> float:
         return (upto[end] - upto[first]) / share[stage]
 
-    heaviest, _ = _fold(len(costs), len(weights), allowed, lambda stage, a, b: load(stage, a, b), max)
+    heaviest, _ = _fold(len(costs), len(weights), allowed, load, max)
     if heaviest == inf:
         return None
 

@@ -30,19 +30,21 @@ SEED = 20_231  # of the random states at the borders of units, equal in both pro
 
 @dataclass(frozen=True)
 class Proof:
-    """How close the split model came to the whole one."""
+    """How close the split model came to the whole one, as parts of the sizes; `used`: parameters with a gradient."""
 
     output_difference: float
     gradient_difference: float
+    used: frozenset[str]
 
 
 def prove(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proof:
-    """Compares every output and, for one weighted sum of them, every gradient. Raises ValueError naming what differs."""
+    """Compares the outputs and, for one weighted sum of them, the gradients. Raises ValueError naming what differs."""
     with untouched(model), torch.enable_grad():
         whole = _whole(model, split, args, kwargs)
     with untouched(model), torch.enable_grad():
         staged = _staged(model, split, args, kwargs, whole)
-    return Proof(_compare_outputs(split, whole, staged), _compare_gradients(whole, staged))
+    used = frozenset(whole.gradients)
+    return Proof(_compare_outputs(split, whole, staged), _compare_gradients(whole, staged), used)
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,7 @@ def _whole(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[s
         return _Result([leaf.detach() for leaf in leaves(output)], _gradients(parameters))
 
 
-def _staged(
-    model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], whole: _Result
-) -> _Result:
+def _staged(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], whole: _Result) -> _Result:
     values: dict[Value, torch.Tensor] = {}
     runs: list[tuple[Stage, Made, dict[str, nn.Parameter]]] = []
     specs = recorded_specs(split)
@@ -152,8 +152,8 @@ def _refuse_missing(split: Split, number: int, made: Made, earlier: dict[Value, 
     for value, tensor in made.values.items():
         if _has_nan(tensor):
             raise ValueError(
-                f"pp={split.stages} would be wrong: {split.label(value)} is NaN on stage {number}, so it reads a tensor "
-                f"of another stage that the recorded dataflow does not show. Other cuts may work: cuts=[...]"
+                f"pp={split.stages} would be wrong: {split.label(value)} is NaN on stage {number}, so it reads a "
+                f"tensor of another stage that the recorded dataflow does not show. Other cuts may work: cuts=[...]"
             )
 
 
@@ -167,8 +167,8 @@ def _compare_outputs(split: Split, whole: _Result, staged: _Result) -> float:
         if expected.numel() == 0:
             continue
         finite = torch.isfinite(expected)
-        expected, found = expected[finite].double(), found[finite].double()
-        difference = _largest(found - expected) / (_largest(expected) or 1.0)
+        size = _largest(expected[finite].double())
+        difference = _largest(found[finite].double() - expected[finite].double()) / (size or 1.0)
         if not difference <= _tolerance(whole.outputs[index].dtype):
             raise ValueError(
                 f"pp={split.stages} would be wrong: output {index} differs from the whole model's by "
@@ -191,7 +191,8 @@ def _compare_gradients(whole: _Result, staged: _Result) -> float:
         if not difference <= _tolerance(expected.dtype):
             raise ValueError(
                 f"the split would train wrong: the gradient of {name} differs from the whole model's by "
-                f"{difference:.1e} of its size (allowed {_tolerance(expected.dtype):.0e}). Other cuts may work: cuts=[...]"
+                f"{difference:.1e} of its size (allowed {_tolerance(expected.dtype):.0e}). "
+                f"Other cuts may work: cuts=[...]"
             )
         worst = max(worst, difference)
     return worst

@@ -132,8 +132,10 @@ def _numbers(calls: list[Call]) -> dict[Call, int]:
 
 def _check_wishes(stages: int, cuts: Sequence[str] | None, weights: Sequence[float] | None) -> None:
     if cuts is not None and len(cuts) != stages - 1:
-        raise ValueError(f"cuts names the modules at which stages 1 to {stages - 1} begin: {stages - 1} for pp={stages}, "
-                         f"not {len(cuts)} ({', '.join(cuts)})")  # fmt: skip
+        raise ValueError(
+            f"cuts names the modules at which stages 1 to {stages - 1} begin: {stages - 1} for pp={stages}, "
+            f"not {len(cuts)} ({', '.join(cuts)})"
+        )
     if cuts is not None and weights is not None:
         raise ValueError("cuts and stage_weights say the same thing in two ways: give one of them")
     if weights is not None and (len(weights) != stages or min(weights) <= 0):
@@ -170,9 +172,7 @@ def _wished(calls: list[Call], cuts: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _chosen(
-    calls: list[Call], flow: Flow, stages: int, weights: Sequence[float] | None
-) -> tuple[int, ...]:
+def _chosen(calls: list[Call], flow: Flow, stages: int, weights: Sequence[float] | None) -> tuple[int, ...]:
     allowed = [call.has_parameters for call in calls]
     for escape in flow.escapes:
         last = len(calls) - 1 if escape.read_in is None else escape.read_in

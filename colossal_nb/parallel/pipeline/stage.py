@@ -99,7 +99,7 @@ class Stage:
             (module, run.forward_of(self.numbers[name], name, module.forward)) for name, module in self.modules.items()
         ]
         if self.model.forward != self.forward:
-            replacements.append((self.model, lambda *args, **kwargs: self.forward(*args, **kwargs)))
+            replacements.append((self.model, self.forward))
         if border is not None:
             border(0)
         # A forward may write into its inputs: each stage has its own.
@@ -246,7 +246,7 @@ def _recomputing() -> bool:
 
 
 class _Transparent:
-    """Stands for the reentrant checkpoint, which hides the graph of what is made inside from a stage that ends there."""
+    """Stands for the reentrant checkpoint, which hides the graph of what is made inside; a stage may end there."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

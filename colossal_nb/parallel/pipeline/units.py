@@ -1,4 +1,4 @@
-"""Which module calls are units: what runs whole on one stage. What happens between units is glue and runs on every stage.
+"""Which module calls are units: what runs whole on one stage. What happens between them is glue: every stage runs it.
 
 No module class is known here. A call is opened when it holds a chain of blocks (several calls of children of one
 ModuleList or Sequential); what is then still too heavy for one stage is opened further, heaviest first.

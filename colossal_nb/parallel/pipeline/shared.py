@@ -1,0 +1,59 @@
+"""Gradients of parameters that several stages hold: tied, shared, or read between units. Their sum is everyone's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from colossal_nb.parallel.world import World
+from colossal_nb.plan.mesh import Mesh
+
+
+@contextmanager
+def summed(
+    parameters: Mapping[str, nn.Parameter], holders: Mapping[str, tuple[int, ...]], used: frozenset[str], mesh: Mesh
+) -> Iterator[None]:
+    """Inside, backwards add to fresh gradients of this stage's shared parameters; at the end these are summed over
+    their stages and added to what was there before. `used`: those known to get a gradient somewhere."""
+    stage = mesh.coordinate(World.current().rank)["pp"]
+    mine = {name: p for name, p in parameters.items() if stage in holders[name] and len(holders[name]) > 1}
+    before = {name: p.grad for name, p in mine.items()}
+    for p in mine.values():
+        p.grad = None
+    yield
+    for stages in sorted({holders[name] for name in mine}):
+        _sum(sorted(name for name in mine if holders[name] == stages), mine, stages, used, mesh)
+    for name, p in mine.items():
+        old = before[name]
+        if old is not None:
+            p.grad = old if p.grad is None else old.add_(p.grad)
+
+
+def _sum(
+    names: list[str], parameters: Mapping[str, nn.Parameter], stages: tuple[int, ...], used: frozenset[str], mesh: Mesh
+) -> None:
+    """One all-reduce per dtype. Whether a parameter that the proof saw unused has a gradient travels with it."""
+    group = World.current().group(mesh, "pp")
+    if len(stages) < group.size:
+        group = World.current().some("pp", tuple(group.ranks[at] for at in stages))
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name in names:
+        if parameters[name].requires_grad:
+            by_dtype.setdefault(parameters[name].dtype, []).append(name)
+    for same in by_dtype.values():
+        parts = [_gradient(parameters[name]).reshape(-1) for name in same]
+        unsure = [name for name in same if name not in used]
+        parts += [parts[0].new_tensor([float(parameters[name].grad is not None)]) for name in unsure]
+        flat = torch.cat(parts)
+        group.run("all_reduce", [flat], of="shared gradients")
+        pieces = torch.split(flat, [part.numel() for part in parts])
+        absent = {name for name, flag in zip(unsure, pieces[len(same) :], strict=True) if not flag.any()}
+        for name, piece in zip(same, pieces[: len(same)], strict=True):
+            parameters[name].grad = None if name in absent else piece.view_as(parameters[name])
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
