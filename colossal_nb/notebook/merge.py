@@ -1,10 +1,10 @@
 """Lines of several ranks become one text: equal ones once, different ones side by side.
 
-Every rank has a queue of what it printed. The heads of the queues are compared: when all ranks have one, or the oldest
-has waited `HOLD_S`, they are shown as one *row*, grouped by equality. A head that another rank still has further back in
-its queue waits for it, so one additional line on one rank does not put the ranks out of step. A line that comes after
-its row was shown is counted and told as "the same", never shown twice. Each line costs a constant: 40,000 of them are
-no problem.
+Every rank has a queue of what it printed. The heads of the queues are compared: when all ranks have one, or the
+oldest has waited `HOLD_S`, they are shown as one *row*, grouped by equality. A head that another rank still has further
+back in its queue waits for it, so one additional line on one rank does not put the ranks out of step. A line that comes
+after its row was shown is counted and told as "the same", never shown twice. Each line costs a constant: 40,000 of them
+are no problem.
 """
 from __future__ import annotations
 

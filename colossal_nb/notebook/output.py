@@ -4,7 +4,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Collection, Sequence
-from os.path import commonprefix
 
 from colossal_nb.notebook.bars import Bars
 from colossal_nb.notebook.fold import Folder
@@ -163,8 +162,9 @@ class CellOutput:
             opened, shown = self._open
             if not texts or (shown and opened != stream):
                 continue
-            text = self._folder.mark(sorted(texts)) + commonprefix(list(texts.values()))
-            if text.startswith(shown) and len(text) > len(shown) and commonprefix(list(texts.values())):
+            common = _common_start(list(texts.values()))
+            text = self._folder.mark(sorted(texts)) + common
+            if common and text.startswith(shown) and len(text) > len(shown):
                 self._text.add(stream, text[len(shown):])
                 self._open = (stream, text)
 
@@ -181,3 +181,9 @@ def _digest(output: Output) -> str:
     """Equal for outputs that look equal: addresses of objects do not count."""
     bundle = sorted((output.data or {}).items())
     return hashlib.sha1(_ADDRESS.sub("", f"{output.name}{bundle!r}").encode()).hexdigest()
+
+
+def _common_start(texts: Sequence[str]) -> str:
+    first, last = min(texts), max(texts)  # all others lie between them
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]
