@@ -101,14 +101,21 @@ class Run:
         self.errors: dict[int, RankError] = {}
         self.seconds = 0.0
         self.interrupted = False
+        self.title = ""
+        """The strategy for people, a filled axis marked."""
         self._frames: list[bytes] = []
         self._record: Record | None = None
         self._messages: Iterator[Message] = iter(())
+        self._press: Callable[[], None] = lambda: None
         self._summary: Summary | None = None
 
-    def attach(self, messages: Iterator[Message]) -> None:
-        """Give the run the loop that drives it (the session does)."""
-        self._messages = messages
+    def attach(self, messages: Iterator[Message], press: Callable[[], None]) -> None:
+        """Give the run the loop that drives it and the way to stop it (the session does)."""
+        self._messages, self._press = messages, press
+
+    def stop(self) -> None:
+        """Interrupt the cell (from any thread), as Stop does; the run must still be iterated to its end."""
+        self._press()
 
     def __iter__(self) -> Iterator[Message]:
         return self._messages

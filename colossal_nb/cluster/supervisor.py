@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 
 from colossal_nb.cluster.children import Child, ForkServer, start_controller, tail
+from colossal_nb.cluster.door import forget
 from colossal_nb.cluster.host import threads_per_engine, usable_cores
 from colossal_nb.cluster.rendezvous import Rendezvous
 from colossal_nb.cluster.wire import Frame, Listener
@@ -55,7 +56,7 @@ class Supervisor:
         self._awaited: set[int] = set()
         self._regroup_end = 0.0
         self._asked: list[int] = []
-        self._connection = ""
+        self._connection: dict[str, Any] = {}
         self._running = True
         self.controller = start_controller(self.directory)
         self.server = ForkServer(self.directory, _environment())
@@ -91,8 +92,8 @@ class Supervisor:
         if not self._connection:
             path = self.directory / "profile" / "security" / "ipcontroller-client.json"
             if path.exists() and (text := path.read_text()).rstrip().endswith("}"):
-                self._connection = text
-                self._tell("controller", connection=json.loads(text))
+                self._connection = json.loads(text)
+                self._tell("controller", connection=self._connection)
                 self._fork_asked()
         for child in (self.controller, self.server):
             if not child.alive:
@@ -125,7 +126,7 @@ class Supervisor:
     # from the kernel
     def _on_hello(self, frame: Frame) -> None:
         if self._connection:
-            self._tell("controller", connection=json.loads(self._connection))
+            self._tell("controller", connection=self._connection)
 
     def _on_start(self, frame: Frame) -> None:
         self.engines = max(self.engines, int(frame.body["engines"]))
@@ -194,6 +195,7 @@ class Supervisor:
                    log=tail(self.directory / f"rank{rank}.log"))
         if rank in self._awaited:
             self._acknowledge(rank)
+        forget(self.listener.context, self._connection, rank)
         if was_ready:                                          # one that dies while it starts is not tried again
             self.ranks[rank] = Rank(life=entry.life + 1)
             self._asked.append(rank)
@@ -246,6 +248,8 @@ def _environment() -> dict[str, str]:
 
 def main() -> None:
     supervisor = Supervisor()
+    with (supervisor.directory / "supervisor.log").open("ab") as log:
+        os.dup2(log.fileno(), 2)
     greeting = {"address": supervisor.listener.address.to_json(), "directory": str(supervisor.directory),
                 "cores": usable_cores()}
     sys.stdout.write(json.dumps(greeting) + "\n")

@@ -22,7 +22,7 @@ from colossal_nb.cluster.host import describe_exit
 
 FIRST = ("torch", "torch.distributed", "numpy", "cloudpickle", "ipykernel.ipkernel", "ipyparallel.engine.app",
          "colossal_nb.engine.bootstrap")
-LATER = ("torch.optim", "torch._dynamo", "matplotlib_inline.backend_inline")
+LATER = ("torch.optim", "torch._dynamo", "jedi", "matplotlib_inline.config")
 """Wanted by most cells (the first optimizer imports `_dynamo`), imported after the server can already fork."""
 
 

@@ -90,6 +90,12 @@ class RankEngine(engine_app.IPEngine):                                 # type: i
         await super().register()
         self.on_ready(self.ident, self.kernel.shell)
 
+    def redirect_output(self, iopub_socket: Any) -> None:
+        """As the base does, without its print of every log handler into the first cell."""
+        handlers, self.log.handlers = self.log.handlers, []
+        super().redirect_output(iopub_socket)
+        self.log.handlers = handlers
+
     def init_signal(self) -> None:
         """The fork server ends ranks, `interrupts` owns SIGINT."""
 
