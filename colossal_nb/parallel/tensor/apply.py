@@ -92,7 +92,7 @@ def _apply_vocabulary(model: nn.Module, plan: TensorPlan, shard: VocabularyShard
 
 def _become(module: nn.Module, twin: type[Module]) -> Module:
     """The same object with the twin's forward; it stays an instance of its own class."""
-    module.__class__ = _twin_class(twin, type(module))
+    module.__class__ = _twin_class(cast("Any", twin), cast("Any", type(module)))
     return cast("Module", module)
 
 
@@ -102,8 +102,11 @@ def _twin_class(twin: type[Any], own: type[Any]) -> type[nn.Module]:
 
 
 def cut_parameter(parameter: Tensor | None, dim: int, parts: Parts, plan: TensorPlan, index: int) -> None:
-    """Puts one rank's part under the same Parameter (its gradient too), and says so in its layout."""
-    if parameter is None:
+    """Puts one rank's part under the same Parameter (its gradient too), and says so in its layout.
+
+    Where every rank holds all of it (the keys of multi-query attention) it stays as it is.
+    """
+    if parameter is None or all(len(part) == parameter.shape[dim] for part in parts):
         return
     layout = layout_of(parameter)
     if layout is None:
@@ -114,7 +117,8 @@ def cut_parameter(parameter: Tensor | None, dim: int, parts: Parts, plan: Tensor
     set_layout(parameter, layout)
     with torch.no_grad():
         if layout.slices(World.current().rank) is None:
-            shape = [*parameter.shape[:dim], len(parts[index]), *parameter.shape[dim + 1 :]]
+            shape = list(layout.global_shape)
+            shape[dim] = len(parts[index])
             parameter.data = parameter.data.new_full((), float("nan")).expand(shape)
             return
         gradient, parameter.grad = parameter.grad, None

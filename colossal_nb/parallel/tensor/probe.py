@@ -19,7 +19,7 @@ from colossal_nb.parallel.trace import Call, Trace
 
 PUSHES = (1.0, 10.0, -10.0, 100.0)  # a dead ReLU needs a larger push, of either sign
 ROWS_AT_ONCE = 256
-LEVELS = 6  # reaches that are combined when features must be copied
+LEVELS = 6  # kinds of features (by reach and column) that are combined when some must be copied
 
 
 class _Arrived(BaseException):
@@ -40,9 +40,10 @@ class Region:
     constants: dict[str, list[Any]]
 
     @property
-    def width(self) -> int:
-        """Output features of all columns."""
-        return sum(value.shape[-1] for value in self.values.values())
+    def owners(self) -> Tensor:
+        """For each output feature of the columns, counted through, the number of its column."""
+        sizes = torch.tensor([value.shape[-1] for value in self.values.values()])
+        return torch.arange(len(sizes)).repeat_interleave(sizes)
 
     def run(self, values: dict[str, Tensor], change: Callable[[Any], Any] = lambda x: x) -> Tensor:
         """What arrives at the row when the columns give `values`; `change` maps each other tensor that enters."""
@@ -108,27 +109,26 @@ def region_of(record: Trace, columns: Sequence[str], row: str) -> Region:
 @torch.no_grad()
 def reach(region: Region) -> Tensor:
     """(row's input features, columns' output features) bool: which feature of the columns moves which of the row."""
-    sizes = [value.shape[-1] for value in region.values.values()]
-    owners = [(name, i) for name, size in zip(region.values, sizes, strict=True) for i in range(size)]
+    features = [(name, i) for name, value in region.values.items() for i in range(value.shape[-1])]
     try:
-        return _reach(region, owners, ROWS_AT_ONCE)
+        return _reach(region, features, ROWS_AT_ONCE)
     except _RowsMixError:
-        return _reach(region, owners, 1)
+        return _reach(region, features, 1)
 
 
 class _RowsMixError(Exception):
     """Samples of one batch meet each other here: probe one feature per run."""
 
 
-def _reach(region: Region, owners: list[tuple[str, int]], at_once: int) -> Tensor:
+def _reach(region: Region, features: list[tuple[str, int]], at_once: int) -> Tensor:
     base = region.run(region.values)
-    found = torch.zeros(base.shape[-1], len(owners), dtype=torch.bool)
-    left = list(range(len(owners)))
+    found = torch.zeros(base.shape[-1], len(features), dtype=torch.bool)
+    left = list(range(len(features)))
     generator = torch.Generator().manual_seed(0)
     for push in PUSHES:
         for start in range(0, len(left), at_once):
             numbers = left[start : start + at_once]
-            found[:, numbers] |= _moved(region, base, [owners[i] for i in numbers], push, generator, at_once > 1)
+            found[:, numbers] |= _moved(region, base, [features[i] for i in numbers], push, generator, at_once > 1)
         left = [i for i in left if not found[:, i].any()]
     return found
 
@@ -186,11 +186,11 @@ class DoesNotDivideError(Exception):
         self.groups = groups
 
 
-def deal(reached: Tensor, ranks: int) -> Deal | None:
+def deal(reached: Tensor, owners: Tensor, ranks: int) -> Deal | None:
     """Deals the connected components of `reached`; None when all features hang together.
 
-    Fewer components than ranks (multi-query attention, few key/value heads): the grouping by features of equal reach
-    that copies least. Raises DoesNotDivideError.
+    Fewer components than ranks (multi-query attention, few key/value heads): features that reach far are copied, so
+    that the others fall apart; of these ways the one that copies least. Raises DoesNotDivideError.
     """
     labels = _components(reached)
     groups, sizes = torch.unique(labels, return_counts=True)
@@ -198,19 +198,20 @@ def deal(reached: Tensor, ranks: int) -> Deal | None:
         return _dealt(reached, labels, even_parts(len(groups), ranks))
     if len(groups) % ranks == 0 and len(set(sizes.tolist())) == 1:
         return _dealt(reached, labels, even_parts(len(groups), ranks))
-    copied = _least_copies(reached, ranks) if ranks % len(groups) == 0 else None
+    copied = _least_copies(reached, owners, ranks) if ranks % len(groups) == 0 else None
     if copied is None and len(groups) > 1:
         raise DoesNotDivideError(len(groups))
     return copied
 
 
-def _least_copies(reached: Tensor, ranks: int) -> Deal | None:
+def _least_copies(reached: Tensor, owners: Tensor, ranks: int) -> Deal | None:
     fan = reached.sum(0)
-    levels = sorted(set(fan.tolist()) - {0})[:LEVELS]
+    levels = sorted({level for level in zip(fan.tolist(), owners.tolist(), strict=True) if level[0]})[:LEVELS]
     best: tuple[int, Deal] | None = None
     for count in range(1, len(levels) + 1):
         for chosen in combinations(levels, count):
-            labels = _components(reached[:, torch.isin(fan, torch.tensor(chosen))])
+            keep = torch.stack([(fan == reach_of) & (owners == owner) for reach_of, owner in chosen]).any(0)
+            labels = _components(reached[:, keep])
             groups, sizes = torch.unique(labels, return_counts=True)
             if len(groups) % ranks or len(set(sizes.tolist())) > 1:
                 continue

@@ -8,6 +8,7 @@ nothing, in evaluation mode, so that dropout does not differ. Its collectives ar
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -160,9 +161,9 @@ def _loss_and_gradients(model: nn.Module, plan: TensorPlan, example: tuple[tuple
         losses = [_loss_of(leaf, classes) for leaf in leaves(output) if leaf.is_floating_point() and leaf.requires_grad]
         if not losses:
             raise ValueError("the model's output has no tensor with a gradient: there is nothing to train")
-        total = torch.stack([loss.to(losses[0]) for loss in losses]).sum()
+        total: Tensor = torch.stack([loss.to(losses[0]) for loss in losses]).sum()
         total.backward()  # type: ignore[no-untyped-call]
-    return total.detach()
+        return total.detach()
 
 
 def _loss_of(leaf: Tensor, classes: set[int]) -> Tensor:
@@ -171,7 +172,7 @@ def _loss_of(leaf: Tensor, classes: set[int]) -> Tensor:
         targets = torch.arange(samples, device=leaf.device) * 7 % leaf.shape[-1]
         return F.cross_entropy(leaf.flatten(0, -2), targets)
     weights = torch.linspace(-1, 2, leaf.numel(), device=leaf.device, dtype=leaf.dtype).view(leaf.shape)
-    return (leaf * weights).sum() / max(leaf.numel(), 1) ** 0.5
+    return (leaf * weights).sum() / math.sqrt(max(leaf.numel(), 1))
 
 
 @contextmanager

@@ -61,10 +61,10 @@ class Rules:
         return isinstance(self.modules[name], nn.Linear) and not self._shared(name) and not self._borrowed(name)
 
     def _shared(self, name: str) -> bool:
-        return len(self.users[id(self.modules[name].weight)]) > 1
+        return len(self.users[self._key(name)]) > 1
 
     def _borrowed(self, name: str) -> bool:
-        owned = {f"{user}.weight".lstrip(".") for user in self.users[id(self.modules[name].weight)]}
+        owned = {f"{user}.weight".lstrip(".") for user in self.users[self._key(name)]}
         owned |= {f"{name}.bias".lstrip(".")}
         return bool(owned & self.flow.borrowed)
 
@@ -81,31 +81,33 @@ class Rules:
 
     def _decide(self, region: Region) -> tuple[Pair, str] | str:
         """The pair, with the name of its region; else why it stays whole."""
-        between = f"what {', '.join(_below(n, region.call.name) for n in region.columns)} make and {region.row} reads"
+        columns = ", ".join(_below(name, region.call.name) for name in region.columns)
+        between = f"between {columns} and {_below(region.row, region.call.name)}"
         try:
-            dealt = deal(reach(region), self.ranks)
+            dealt = deal(reach(region), region.owners, self.ranks)
         except DoesNotDivideError as problem:
             self._undivided[region.call.name] = (type(region.call.module).__name__, problem.groups)
             return "its groups do not divide"
         if dealt is None:
-            return f"everything in {between} depends on everything: something there mixes all features"
+            return f"{between} everything depends on everything: something there mixes all features"
         if not all(dealt.row_parts):
             return f"{dealt.groups} features cannot be dealt to {self.ranks} ranks"
         found = find_changes(region, dealt, self.ranks)
         if found is None:
-            return f"no integer attribute makes the part of one rank run right in {between}"
+            return f"no change of integer attributes makes one rank's part run right {between}"
         changes, narrow = found
-        columns = tuple(zip(region.columns, _column_parts(region, dealt), strict=True))
-        pair = Pair(region.call.name, columns, region.row, dealt.row_parts, dealt.groups, changes, narrow)
+        parts = tuple(zip(region.columns, _column_parts(region, dealt), strict=True))
+        pair = Pair(region.call.name, parts, region.row, dealt.row_parts, dealt.groups, changes, narrow)
         return pair, region.call.name
 
     def _vocabularies(self) -> Iterator[VocabularyShard]:
         """Embeddings of the model's inputs and linears that end in its output, cut by rows; tied ones together."""
         paired = {name for pair in self.pairs for name in (pair.row, *(column for column, _ in pair.columns))}
-        for users in self.users.values():
+        weights = dict.fromkeys(self._key(name) for name in self.flow.order)
+        for users in (self.users[key] for key in weights):
             called = [name for name in users if name in self.flow.sources]
-            size = self.modules[users[0]].weight.shape[0] if called else 0
-            if not called or paired & set(called) or not all(self._by_rows(name) for name in called):
+            size = self.modules[called[0]].weight.shape[0]
+            if paired & set(called) or not all(self._by_rows(name) for name in called):
                 continue
             if size < LEAST_ROWS * self.ranks:
                 reason = f"{size} rows on {self.ranks} ranks are fewer than {LEAST_ROWS} each"
@@ -148,7 +150,7 @@ class Rules:
 
 
 def _users(model: nn.Module) -> dict[int, list[str]]:
-    """For the weight of each module with one: the modules that own it (more than one when tied), by id."""
+    """The modules that own a parameter (more than one when tied), by its id."""
     users: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
