@@ -87,6 +87,7 @@ class Pool:
     def __init__(self, server: ForkServer, store: Any, count: int) -> None:
         self.server, self.store, self.count = server, store, count
         self.members: list[tuple[int, socket.socket, socket.socket]] = []
+        self.answers: dict[int, Any] = {}  # of the last call: (kind, value or traceback, error)
 
     def run(self, function: Any, *args: Any, limit_s: float = LIMIT_S, **keywords: Any) -> list[Any]:
         """Call `function(*args, **keywords)` on every rank; raises the first rank's error with its traceback."""
@@ -103,7 +104,7 @@ class Pool:
         return self._collect(time.monotonic() + limit_s)
 
     def _collect(self, end: float) -> list[Any]:
-        answers: dict[int, Any] = {}
+        answers = self.answers = {}
         failed: list[int] = []
         reports: list[str] = []
         while len(answers) < self.count:
@@ -120,10 +121,11 @@ class Pool:
                 if answers[rank][0] != "ok":
                     failed.append(rank)
                     end = min(end, time.monotonic() + GRACE_S)
-        if any(kind == "died" for kind, *_ in answers.values()) or len(answers) < self.count:
+        died = [rank for rank in failed if answers[rank][0] == "died"]
+        if died or len(answers) < self.count:
             self.close()
-        if failed:
-            self._raise(answers[failed[0]], failed[0])
+        for rank in [*died, *failed]:
+            self._raise(answers[rank], rank)
         if reports:
             raise RankFailure("\n".join(["the ranks did not finish in time", *reports]))
         return [answers[rank][1] for rank in range(self.count)]

@@ -14,7 +14,7 @@ from colossal_nb.parallel.compat import GLOO_DTYPES
 from colossal_nb.parallel.transports.gloo import Gloo, Handle
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product", "band", "bor", "bxor")
-_SIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.int16: torch.int32}
+_WIDER = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.int16: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,7 @@ def reduce_scatter(tensors: Sequence[Tensor], size: int, reduce: str = "sum") ->
 
     def finish() -> None:
         stack = (room if room.dtype == out.dtype else room.view(out.dtype)).view(size, -1)
+        stack = stack.to(_WIDER.get(out.dtype, out.dtype))
         out.copy_(_FOLDS[reduce](stack).reshape(out.shape))
 
     return Call(bytes_of(*parts), lambda wire: [wire.all_to_all(room, given, [own] * size, splits)], finish)
@@ -177,7 +178,7 @@ def _all_to_all_parts(outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Call:
     room = form.new_empty(sum(got))
 
     def finish() -> None:
-        for out, arrived in zip(outs, room.split(got), strict=True):
+        for out, arrived in zip(outs, torch.split(room, got), strict=True):
             _land(out, arrived)
 
     return Call(bytes_of(*parts), lambda wire: [wire.all_to_all(room, form, got, given)], finish)
@@ -206,7 +207,7 @@ def gather(tensors: Sequence[Tensor], size: int, root: int = 0, index: int = 0) 
     given = [form.numel() if other == root else 0 for other in range(size)]
 
     def finish() -> None:
-        for out, part in zip(outs, room.split(sizes), strict=False):
+        for out, part in zip(outs, torch.split(room, sizes), strict=False):
             _land(out, part)
 
     return Call(size * bytes_of(x), lambda wire: [wire.all_to_all(room, form, sizes, given)], finish)
@@ -253,8 +254,8 @@ def _reducible(x: Tensor) -> Tensor:
     """The same memory where gloo can reduce it, else a copy of a kind that it can."""
     if x.is_complex():
         return torch.view_as_real(x.contiguous())
-    if x.dtype in _SIGNED:
-        return x.to(_SIGNED[x.dtype])
+    if x.dtype in _WIDER:
+        return x.to(_WIDER[x.dtype])
     return x.contiguous()
 
 

@@ -30,6 +30,8 @@ def parts_of(length: int, count: int) -> list[int]:
 
 
 def _reduced(x: Tensor, group: Group, of: str, reduce: str = "sum") -> Tensor:
+    if group.size == 1:
+        return x
     out = x.detach().clone(memory_format=torch.contiguous_format)
     group.run("all_reduce", [out], of=of, reduce=reduce)
     return out
@@ -49,7 +51,7 @@ def _gathered(x: Tensor, group: Group, of: str, dim: int, sizes: Sequence[int] |
 
 def _scattered(x: Tensor, group: Group, of: str, dim: int, sizes: Sequence[int] | None) -> Tensor:
     sizes = parts_of(x.shape[dim], group.size) if sizes is None else sizes
-    parts = list(x.split(list(sizes), dim))
+    parts = list(torch.split(x, list(sizes), dim))
     out = torch.empty_like(parts[group.index], memory_format=torch.contiguous_format)
     group.run("reduce_scatter", [out, *parts], of=of)
     return out
@@ -57,7 +59,7 @@ def _scattered(x: Tensor, group: Group, of: str, dim: int, sizes: Sequence[int] 
 
 def _own_part(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Tensor:
     sizes = parts_of(x.shape[dim], group.size) if sizes is None else sizes
-    return x.split(list(sizes), dim)[group.index].contiguous()
+    return torch.split(x, list(sizes), dim)[group.index].contiguous()
 
 
 # Every Function keeps mesh and axis, never the group: a backward after a regroup finds the new one.
@@ -195,17 +197,21 @@ class _Recv(Function):
         return None, None, None, None, None
 
 
+def _across(function: Any, x: Tensor, mesh: Mesh, axis: Axis, *rest: Any) -> Tensor:
+    if group_of(mesh, axis).size == 1:
+        return x
+    out: Tensor = function.apply(x, mesh, axis, *rest)
+    return out
+
+
 def all_reduce(x: Tensor, mesh: Mesh, axis: Axis, *, of: str = "", reduce: str = "sum") -> Tensor:
     """The sum of every rank's `x`, same shape. Backward: all-reduce of the gradient.
 
     `reduce` may be another of `calls.REDUCTIONS`; then there is no backward.
     """
-    group = group_of(mesh, axis)
-    if group.size == 1:
-        return x
     if reduce != "sum":
-        return _reduced(x, group, of, reduce)
-    return _AllReduce.apply(x, mesh, axis, of, True)  # type: ignore[no-any-return, no-untyped-call]
+        return _reduced(x, group_of(mesh, axis), of, reduce)
+    return _across(_AllReduce, x, mesh, axis, of, True)
 
 
 def reduce_from(x: Tensor, mesh: Mesh, axis: Axis, *, of: str = "") -> Tensor:
@@ -213,16 +219,12 @@ def reduce_from(x: Tensor, mesh: Mesh, axis: Axis, *, of: str = "") -> Tensor:
 
     The end of a row-parallel region (Megatron's g); its pair is `copy_to`.
     """
-    if group_of(mesh, axis).size == 1:
-        return x
-    return _AllReduce.apply(x, mesh, axis, of, False)  # type: ignore[no-any-return, no-untyped-call]
+    return _across(_AllReduce, x, mesh, axis, of, False)
 
 
 def copy_to(x: Tensor, mesh: Mesh, axis: Axis, *, of: str = "") -> Tensor:
     """`x`, alike on every rank, at the entry of a column-parallel region (Megatron's f). Backward: all-reduce."""
-    if group_of(mesh, axis).size == 1:
-        return x
-    return _Copy.apply(x, mesh, axis, of)  # type: ignore[no-any-return, no-untyped-call]
+    return _across(_Copy, x, mesh, axis, of)
 
 
 def all_gather(
@@ -232,18 +234,14 @@ def all_gather(
 
     `sizes`: each rank's length of `dim`; None says that all are equal.
     """
-    if group_of(mesh, axis).size == 1:
-        return x
-    return _Gather.apply(x, mesh, axis, of, dim % x.dim(), sizes, True)  # type: ignore[no-any-return, no-untyped-call]
+    return _across(_Gather, x, mesh, axis, of, dim % x.dim(), sizes, True)
 
 
 def gather_from(
     x: Tensor, mesh: Mesh, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None, of: str = ""
 ) -> Tensor:
     """Every rank's `x` along `dim`, used alike on every rank. Backward: the own part of the gradient."""
-    if group_of(mesh, axis).size == 1:
-        return x
-    return _Gather.apply(x, mesh, axis, of, dim % x.dim(), sizes, False)  # type: ignore[no-any-return, no-untyped-call]
+    return _across(_Gather, x, mesh, axis, of, dim % x.dim(), sizes, False)
 
 
 def reduce_scatter(
@@ -253,18 +251,14 @@ def reduce_scatter(
 
     `sizes`: the parts; None cuts as evenly as possible, larger parts first.
     """
-    if group_of(mesh, axis).size == 1:
-        return x
-    return _Scatter.apply(x, mesh, axis, of, dim % x.dim(), sizes, True)  # type: ignore[no-any-return, no-untyped-call]
+    return _across(_Scatter, x, mesh, axis, of, dim % x.dim(), sizes, True)
 
 
 def split_to(
     x: Tensor, mesh: Mesh, axis: Axis, *, dim: int = 0, sizes: Sequence[int] | None = None, of: str = ""
 ) -> Tensor:
     """The own part along `dim` of `x`, which is alike on every rank. Backward: all-gather of the gradient."""
-    if group_of(mesh, axis).size == 1:
-        return x
-    return _Scatter.apply(x, mesh, axis, of, dim % x.dim(), sizes, False)  # type: ignore[no-any-return, no-untyped-call]
+    return _across(_Scatter, x, mesh, axis, of, dim % x.dim(), sizes, False)
 
 
 def all_to_all(
@@ -280,19 +274,14 @@ def all_to_all(
 
     `given`, `got`: rows per rank that leave and come; None says equal parts.
     """
-    group = group_of(mesh, axis)
-    if group.size == 1:
-        return x
-    given = parts_of(x.shape[0], group.size) if given is None else list(given)
+    given = parts_of(x.shape[0], group_of(mesh, axis).size) if given is None else list(given)
     got = list(given) if got is None else list(got)
-    return _AllToAll.apply(x, mesh, axis, of, given, got)  # type: ignore[no-any-return, no-untyped-call]
+    return _across(_AllToAll, x, mesh, axis, of, given, got)
 
 
 def broadcast(x: Tensor, mesh: Mesh, axis: Axis, *, root: int = 0, of: str = "") -> Tensor:
     """The `x` of the group's rank `root`, on all. Backward: the sum of all gradients at the root, zero elsewhere."""
-    if group_of(mesh, axis).size == 1:
-        return x
-    return _Broadcast.apply(x, mesh, axis, of, root)  # type: ignore[no-any-return, no-untyped-call]
+    return _across(_Broadcast, x, mesh, axis, of, root)
 
 
 def send(x: Tensor, mesh: Mesh, axis: Axis, *, peer: int, of: str = "") -> Tensor:
@@ -300,7 +289,8 @@ def send(x: Tensor, mesh: Mesh, axis: Axis, *, peer: int, of: str = "") -> Tenso
 
     Raises Mismatch on both sides where the receiver expects another shape or dtype.
     """
-    return _Send.apply(x, mesh, axis, of, peer)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = _Send.apply(x, mesh, axis, of, peer)  # type: ignore[no-untyped-call]
+    return out
 
 
 def recv(like: Tensor, mesh: Mesh, axis: Axis, *, peer: int, of: str = "") -> Tensor:
@@ -308,4 +298,5 @@ def recv(like: Tensor, mesh: Mesh, axis: Axis, *, peer: int, of: str = "") -> Te
 
     For a backward, `like` must require a gradient (which it does not get).
     """
-    return _Recv.apply(like, mesh, axis, of, peer)  # type: ignore[no-any-return, no-untyped-call]
+    out: Tensor = _Recv.apply(like, mesh, axis, of, peer)  # type: ignore[no-untyped-call]
+    return out

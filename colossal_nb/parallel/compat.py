@@ -6,6 +6,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+# Untyped bases: torch's stubs of these lag behind its classes.
+ProcessGroup: Any = dist.ProcessGroup
+Store: Any = c10d.Store
+_c10d: Any = c10d
+_gloo: Any = dist.ProcessGroupGloo
+
 # Texts of gloo's errors when the connection to another rank is gone (as opposed to a call that it refuses).
 _DISCONNECTED = (
     "Connection closed by peer",
@@ -42,18 +48,17 @@ def is_disconnect(error: BaseException) -> bool:
 
 def make_device(interface: str | None) -> Any:
     """A gloo device: one listening socket and one loop thread, shared by all groups of the process."""
-    gloo = dist.ProcessGroupGloo
-    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+    return _gloo.create_device(interface=interface) if interface else _gloo.create_default_device()
 
 
 def gloo_options(device: Any, threads: int, timeout: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+    options = _gloo._Options()
     options._devices, options._threads, options._timeout = [device], threads, timeout
     return options
 
 
 def all_gather_options() -> Any:
-    return c10d.AllgatherOptions()
+    return _c10d.AllgatherOptions()
 
 
 def reduce_op(name: str) -> Any:
@@ -69,4 +74,9 @@ def put_in_front(name: str, function: Any) -> None:
 
 def heal_coalescing() -> None:
     """Forget a coalescing block that an error left open: torch would silently skip every later collective."""
-    c10d._world.pg_coalesce_state.clear()
+    _c10d._world.pg_coalesce_state.clear()
+
+
+def local_store() -> Any:
+    """A store for one process."""
+    return _c10d.HashStore()

@@ -32,7 +32,7 @@ class UserWork(dist.Work):
         self._future: Any = None
         self._lock = threading.Lock()
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         for work in self._works:
             work.wait()
         return True
@@ -83,7 +83,7 @@ def _reduction(options: Any) -> str:
     return name
 
 
-class UserGroup(dist.ProcessGroup):
+class UserGroup(compat.ProcessGroup):  # type: ignore[misc]
     """A process group of the user: `name` and global `ranks` say which `Group` it stands for."""
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, torch_name: str) -> None:
@@ -141,8 +141,8 @@ class UserGroup(dist.ProcessGroup):
         ]
         return self._made(works, outputs)
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> UserWork:
-        return self._run("all_gather", [output, input], [output])
+    def _allgather_base(self, output: Tensor, x: Tensor, opts: Any = None) -> UserWork:
+        return self._run("all_gather", [output, x], [output])
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> UserWork:
         works = [self.group.run("all_gather", pair, wait=False) for pair in zip(outputs, inputs, strict=True)]
@@ -159,17 +159,18 @@ class UserGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> UserWork:
         return self._run("reduce_scatter", [outputs[0], *inputs[0]], outputs, reduce=_reduction(opts))
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> UserWork:
+    def _reduce_scatter_base(self, output: Tensor, x: Tensor, opts: Any = None) -> UserWork:
         reduce = "sum" if opts is None else _reduction(opts)
-        return self._run("reduce_scatter", [output, input], [output], reduce=reduce)
+        return self._run("reduce_scatter", [output, x], [output], reduce=reduce)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> UserWork:
         reduce = "sum" if opts is None else _reduction(opts)
         pairs = zip(outputs, inputs, strict=True)
-        return self._made([self.group.run("reduce_scatter", pair, wait=False, reduce=reduce) for pair in pairs], outputs)
+        works = [self.group.run("reduce_scatter", pair, wait=False, reduce=reduce) for pair in pairs]
+        return self._made(works, outputs)
 
-    def alltoall_base(self, output: Tensor, input: Tensor, got: Any, given: Any, opts: Any = None) -> UserWork:
-        return self._run("all_to_all", [output, input], [output], got=list(got), given=list(given))
+    def alltoall_base(self, output: Tensor, x: Tensor, got: Any, given: Any, opts: Any = None) -> UserWork:
+        return self._run("all_to_all", [output, x], [output], got=list(got), given=list(given))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> UserWork:
         return self._run("all_to_all", [*outputs, *inputs], outputs)
@@ -219,7 +220,7 @@ class UserGroup(dist.ProcessGroup):
     def abort(self) -> None:
         self.group.epoch.abort("the process group was aborted")
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return BACKEND
 
     def name(self) -> str:
@@ -252,7 +253,7 @@ def start() -> None:
             return
         _ORIGINAL["destroy_process_group"]()
     before = sys.excepthook
-    store = dist.HashStore()
+    store = compat.local_store()
     try:
         _ORIGINAL["init_process_group"](BACKEND, store=store, rank=_index(world), world_size=world.world_size)
     finally:
@@ -275,7 +276,7 @@ def _replace(name: str, new: Callable[..., Any]) -> None:
 
 def _init(backend: str | None = None, *args: Any, **options: Any) -> None:
     world = World.current()
-    text = f"init_process_group: the ranks are connected already (rank {world.rank} of {world.world_size}); not repeated"
+    text = f"init_process_group: the ranks are connected already (rank {world.rank} of {world.world_size})"
     asked = options.get("world_size", -1)
     if asked not in (-1, world.world_size):
         text += f"; world_size={asked} was ignored"

@@ -163,9 +163,7 @@ class Group:
         return work
 
     def _begin(self, kind: str, group: str, seq: int, payload_bytes: int, of: str) -> Any:
-        return self.epoch.world.recorder.begin(
-            kind, "comm", group=group, seq=seq, payload_bytes=payload_bytes, of=of
-        )
+        return self.epoch.world.recorder.begin(kind, "comm", group=group, seq=seq, payload_bytes=payload_bytes, of=of)
 
     def _allowed(self) -> None:
         """Raise at once where the call could never end."""

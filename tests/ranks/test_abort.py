@@ -6,6 +6,8 @@ import time
 
 import pytest
 import torch
+from ranks_fixture import RankFailure
+
 from colossal_nb.parallel import collectives
 from colossal_nb.parallel.group import Released
 from colossal_nb.parallel.world import World
@@ -30,6 +32,16 @@ def _stuck_call(world, mesh):
     calls[world.rank % len(calls)]()
 
 
+def _abort_later(world, delay_s, at):
+    def abort():
+        at.append(time.perf_counter())
+        world.abort("test")
+
+    timer = threading.Timer(delay_s, abort)
+    timer.start()
+    return timer
+
+
 def _cycles(count):
     world, mesh = World.current(), Mesh({"dp": World.current().world_size})
     kept, seen, freed_s = torch.arange(4.0), [], []
@@ -37,17 +49,11 @@ def _cycles(count):
         assert collectives.all_reduce(kept, mesh, "dp").tolist() == [world.world_size * x for x in range(4)]
         world.whole().run("barrier", [])
         aborted_at = []
-
-        def abort():
-            aborted_at.append(time.perf_counter())
-            world.abort("test")
-
-        timer = threading.Timer(0.2, abort)
-        timer.start()
+        timer = _abort_later(world, 0.1, aborted_at)
         with pytest.raises(Released):
             _stuck_call(world, mesh)
             world.whole().run("barrier", [])
-        freed_s.append(time.perf_counter() - aborted_at[0] if aborted_at else 0.0)
+        freed_s.append(time.perf_counter() - aborted_at[0])
         timer.join()
         assert world.recorder.open() == []
         with pytest.raises(Released):
@@ -63,3 +69,106 @@ def test_all_ranks_stuck_in_different_collectives_come_free_ten_times_over_witho
         assert freed_s < SOON_S
         assert seen[-1][0] <= seen[1][0], "threads grow"
         assert seen[-1][1] <= seen[1][1], "file descriptors grow"
+
+
+def _interrupted():
+    world = World.current()
+    kept = torch.ones(2)
+    world.whole().run("barrier", [])
+
+    def interrupt():
+        world.interrupted = True
+        world.abort("interrupt")
+
+    threading.Timer(0.1, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        world.whole().run("recv", [torch.ones(1)], peer=(world.rank + 1) % world.world_size)
+    with pytest.raises(KeyboardInterrupt):
+        world.whole().run("barrier", [])
+    world.regroup(1, range(world.world_size))
+    world.whole().run("all_reduce", [kept])
+    return kept.tolist()
+
+
+def test_an_interrupt_is_a_keyboard_interrupt_on_every_rank(ranks):
+    assert ranks(3).run(_interrupted) == [[3.0, 3.0]] * 3
+
+
+def _alone_in_a_new_group():
+    """Rank 0 enters a group whose other member never comes."""
+    world = World.current()
+    if world.rank == 0:
+        timer = _abort_later(world, 0.3, [])
+        with pytest.raises(Released, match="test"):
+            world.some("odd", (0, 1)).run("barrier", [])
+        timer.join()
+    world.regroup(1, (0, 1))
+    x = torch.ones(1)
+    world.some("odd", (0, 1)).run("all_reduce", [x])
+    return x.item()
+
+
+def test_a_rank_that_waits_for_members_to_connect_comes_free(ranks):
+    assert ranks(2).run(_alone_in_a_new_group) == [2.0, 2.0]
+
+
+def _asynchronous():
+    world, group = World.current(), World.current().whole()
+    group.run("barrier", [])
+    other = 1 - world.rank
+    reduced = group.run("all_reduce", [torch.ones(1 << 12)], wait=False) if world.rank == 0 else None
+    works = [reduced] if reduced else []
+    works += [group.run("recv", [torch.ones(3)], peer=other, tag=tag, wait=False) for tag in range(3)]
+    timer = _abort_later(world, 0.2, [])
+    for work in works:
+        with pytest.raises(Released):
+            work.wait()
+    timer.join()
+    assert world.recorder.open() == []
+    world.regroup(1, range(2))
+    x = torch.ones(1)
+    world.whole().run("all_reduce", [x])
+    return x.item()
+
+
+def test_pending_work_is_released_too(ranks):
+    assert ranks(2).run(_asynchronous) == [2.0, 2.0]
+
+
+def _shrink():
+    """Ranks 0 and 2 go on without rank 1, then all three again."""
+    world = World.current()
+    x, y = torch.tensor([float(world.rank)]), torch.ones(1)
+    world.whole().run("all_reduce", [y])
+    world.abort("rank 1 is gone")
+    if world.rank != 1:
+        world.regroup(1, (0, 2))
+        assert world.world_size == 2
+        world.whole().run("all_reduce", [x])
+    world.regroup(2, (0, 1, 2))
+    z = torch.ones(1)
+    world.whole().run("all_reduce", [z])
+    with pytest.raises(ValueError, match="epoch 2 is not newer than 2"):
+        world.regroup(2, (0, 1, 2))
+    return x.item(), z.item()
+
+
+def test_survivors_regroup_and_the_lost_one_returns(ranks):
+    assert ranks(3).run(_shrink) == [(2.0, 3.0), (1.0, 3.0), (2.0, 3.0)]
+
+
+def _die():
+    world = World.current()
+    x = torch.ones(1)
+    world.whole().run("all_reduce", [x])
+    if world.rank == 1:
+        os._exit(7)
+    world.whole().run("recv", [x], peer=1)
+
+
+def test_a_death_frees_the_ranks_that_wait_for_it(ranks):
+    pool = ranks(2)
+    with pytest.raises(RankFailure, match="rank 1 died"):
+        pool.run(_die)
+    assert pool.answers[0][0] == "error"
+    assert isinstance(pool.answers[0][2], Released)

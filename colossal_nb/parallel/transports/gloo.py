@@ -52,7 +52,7 @@ class Endpoint:
         return sockets.shut_down(self._own, self.peers - self._own)
 
 
-class PatientStore(dist.Store):  # type: ignore[misc]
+class PatientStore(compat.Store):  # type: ignore[misc]
     """A store whose waits look at `check` while they wait, so that an abort reaches a rank that waits for others."""
 
     def __init__(self, store: Any, prefix: str, check: Callable[[], None]) -> None:
