@@ -19,20 +19,14 @@ def best_cuts(
     stages may meet before unit c, and how many tensors pass there. First the heaviest stage is made as light as it
     can be, then, within SLACK of that, squares of the shares plus the price of crossing tensors are minimized.
     """
-    total = sum(costs) or 1.0
-    upto = [0.0, *accumulate(cost / total for cost in costs)]
-    share = [weight * len(weights) / sum(weights) for weight in weights]
-
-    def load(stage: int, first: int, end: int) -> float:
-        return (upto[end] - upto[first]) / share[stage]
-
-    heaviest, _ = _fold(len(costs), len(weights), allowed, load, max)
-    if heaviest == inf:
+    load = _loads(costs, weights)
+    most, _ = _fold(len(costs), len(weights), allowed, load, max)
+    if most == inf:
         return None
 
     def price(stage: int, first: int, end: int) -> float:
         work = load(stage, first, end)
-        if work > heaviest + SLACK:
+        if work > most + SLACK:
             return inf
         return work * work / 4 + (CROSSING_PRICE * crossings[first] if first else 0.0)
 
@@ -40,10 +34,24 @@ def best_cuts(
     return cuts
 
 
+def heaviest(costs: Sequence[float], weights: Sequence[float], cuts: Sequence[int]) -> float:
+    """The work of the stage that has most of it for its weight; 1 / stages where all are equal."""
+    load = _loads(costs, weights)
+    return max(load(stage, *ends) for stage, ends in enumerate(pairwise([0, *cuts, len(costs)])))
+
+
 def stages_of(cuts: Sequence[int], units: int) -> tuple[int, ...]:
     """The stage of every unit."""
     bounds = [0, *cuts, units]
     return tuple(stage for stage, (first, end) in enumerate(pairwise(bounds)) for _ in range(first, end))
+
+
+def _loads(costs: Sequence[float], weights: Sequence[float]) -> Callable[[int, int, int], float]:
+    """load(stage, first, end): the part of all work in units first..end-1, over the stage's relative weight."""
+    total = sum(costs) or 1.0
+    upto = [0.0, *accumulate(cost / total for cost in costs)]
+    relative = [weight * len(weights) / sum(weights) for weight in weights]
+    return lambda stage, first, end: (upto[end] - upto[first]) / relative[stage]
 
 
 def _fold(

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel.pipeline.cut import best_cuts, stages_of
+from colossal_nb.parallel.pipeline.cut import best_cuts, heaviest, stages_of
 from colossal_nb.parallel.pipeline.dataflow import Flow, Value, follow
-from colossal_nb.parallel.pipeline.units import choose_units, is_block
+from colossal_nb.parallel.pipeline.units import choose_units
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.trace import Call, Trace
+
+WORTHLESS = 1.5  # a split whose heaviest stage is so much heavier than it had to be is refused
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +95,6 @@ def split(
     if cuts:
         first_units = _wished(calls, cuts)
     else:
-        _check_size(model, calls, stages)
         first_units = _chosen(calls, flow, stages, stage_weights)
     stage_of = stages_of(first_units, len(calls))
     _check_escapes(calls, flow, stage_of, stages)
@@ -142,22 +143,6 @@ def _check_wishes(stages: int, cuts: Sequence[str] | None, weights: Sequence[flo
         raise ValueError(f"stage_weights needs {stages} numbers above 0, one per stage, not {list(weights)}")
 
 
-def _check_size(model: nn.Module, calls: list[Call], stages: int) -> None:
-    """Enough parts for every stage. Where blocks do most of the work, a stage without a block would only wait."""
-    parts = [call for call in calls if call.has_parameters]
-    blocks = [call for call in parts if is_block(model, call)]
-    if 2 * sum(call.flops for call in blocks) > sum(call.flops for call in parts):
-        parts, kind = blocks, "blocks"
-    else:
-        kind = "parts with parameters"
-    if len(parts) < stages:
-        named = ", ".join(call.name for call in parts)
-        raise ValueError(
-            f"pp={stages} is more than the {len(parts)} {kind} of this {type(model).__name__} ({named}): "
-            f"pp={max(1, len(parts))} is the largest possible"
-        )
-
-
 def _wished(calls: list[Call], cuts: Sequence[str]) -> tuple[int, ...]:
     found = []
     for name in cuts:
@@ -173,16 +158,20 @@ def _wished(calls: list[Call], cuts: Sequence[str]) -> tuple[int, ...]:
 
 
 def _chosen(calls: list[Call], flow: Flow, stages: int, weights: Sequence[float] | None) -> tuple[int, ...]:
-    allowed = [call.has_parameters for call in calls]
+    anywhere = [call.has_parameters for call in calls]
+    allowed = list(anywhere)
     for escape in flow.escapes:
         last = len(calls) - 1 if escape.read_in is None else escape.read_in
         for position in range(escape.made_in + 1, last + 1):
             allowed[position] = False
     crossings = [len(_crossing(flow, position)) for position in range(len(calls))]
-    costs = [float(call.flops) for call in calls]
-    found = best_cuts(costs, weights or [1.0] * stages, allowed, crossings)
-    if found is None:
-        raise ValueError(_escaped(calls, flow, stages))
+    costs, weights = [float(call.flops) for call in calls], weights or [1.0] * stages
+    found = best_cuts(costs, weights, allowed, crossings)
+    if flow.escapes:
+        free = best_cuts(costs, weights, anywhere, crossings)
+        if found is None or (free and heaviest(costs, weights, found) > WORTHLESS * heaviest(costs, weights, free)):
+            raise ValueError(_escaped(calls, flow, stages))
+    assert found is not None
     return found
 
 

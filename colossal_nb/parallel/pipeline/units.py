@@ -17,14 +17,20 @@ HEAVY_SHARE = 1.3  # a unit heavier than this part of one stage is opened
 
 
 def choose_units(model: nn.Module, record: Trace, stages: int, cuts: list[str] | None = None) -> list[Call]:
-    """The calls of one forward that may be dealt to stages, in call order; `cuts` names modules to be among them."""
+    """The calls of one forward that may be dealt to stages, in call order; `cuts` names modules to be among them.
+
+    Raises ValueError when there are fewer blocks (or, in a model without blocks, parts with parameters) than stages.
+    """
     units = list(record.root.children)
     share = record.root.flops / stages
     _open_chains(model, units, CHAIN_SHARE * share)
     for name in cuts or ():
         _open_towards(units, name)
     if not cuts:
+        _check_blocks(model, units, stages)
         _open_heavy(units, HEAVY_SHARE * share, stages)
+    parts = [call for call in units if call.has_parameters]
+    _require(len(parts) >= stages, model, stages, parts, "parts with parameters")
     return units
 
 
@@ -32,6 +38,22 @@ def is_block(model: nn.Module, call: Call) -> bool:
     """Whether the called module is an element of a ModuleList or Sequential."""
     parent = call.name.rpartition(".")[0]
     return call.name != "" and isinstance(model.get_submodule(parent), nn.ModuleList | nn.Sequential)
+
+
+def _check_blocks(model: nn.Module, units: list[Call], stages: int) -> None:
+    """Where blocks do most of the work, a stage without a block would only wait."""
+    blocks = [call for call in units if call.has_parameters and is_block(model, call)]
+    blocks_lead = 2 * sum(call.flops for call in blocks) > sum(call.flops for call in units)
+    _require(len(blocks) >= stages or not blocks_lead, model, stages, blocks, "blocks")
+
+
+def _require(enough: bool, model: nn.Module, stages: int, parts: list[Call], kind: str) -> None:
+    if not enough:
+        named = ", ".join(call.name for call in parts)
+        raise ValueError(
+            f"pp={stages} is more than the {len(parts)} {kind} of this {type(model).__name__} ({named}): "
+            f"pp={max(1, len(parts))} is the largest possible"
+        )
 
 
 def _open_chains(model: nn.Module, units: list[Call], least_flops: float) -> None:
