@@ -9,6 +9,7 @@ from torch.distributed import distributed_c10d as c10d
 # Untyped bases: torch's stubs of these lag behind its classes.
 ProcessGroup: Any = dist.ProcessGroup
 Store: Any = c10d.Store
+_dist: Any = dist
 _c10d: Any = c10d
 _gloo: Any = dist.ProcessGroupGloo
 
@@ -79,4 +80,4 @@ def heal_coalescing() -> None:
 
 def local_store() -> Any:
     """A store for one process."""
-    return _c10d.HashStore()
+    return _dist.HashStore()
