@@ -1,0 +1,97 @@
+"""What ranks must agree on: the loss of the whole batch, the parameters it reached, the data they were given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from colossal_nb.parallel.batch import checksum, odd_ranks, ranks_text
+from colossal_nb.parallel.group import Group
+from colossal_nb.parallel.handle import Parallel
+from colossal_nb.parallel.losses import FIX, Part
+from colossal_nb.parallel.structure import leaves
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_FIXED = 5  # sum, count, mixed counts, their spread, dtype
+DATA_CHECKS = 3  # calls after parallelize whose batch is compared over the ranks, before one in DATA_EVERY
+DATA_EVERY = 64
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The same on every rank. `active`: whether a parameter had a gradient on any rank."""
+
+    loss: float
+    count: float
+    dtype: torch.dtype
+    active: dict[str, bool]
+
+    def tensor(self, device: str) -> torch.Tensor:
+        """The loss as loss_fn would have returned it."""
+        return torch.tensor(self.loss, dtype=self.dtype, device=device)
+
+
+def totals(parallel: Parallel, parts: list[Part]) -> Totals:
+    """Add up the parts of all ranks in one small all-reduce; every rank gets the same bits.
+
+    Raises ValueError on all ranks alike when the loss is a mean over counts that do not grow together.
+    """
+    row = _row(parallel, parts)
+    group = parallel.group()
+    if group.size > 1:
+        # dtype: every replica that computed a loss wrote the same one into its own place of a sum.
+        group.run("all_reduce", [row], of="loss")
+    total, count, mixed, spread, code = row[:_FIXED].tolist()
+    if spread * count - mixed * mixed > 1e-9 * mixed * mixed:
+        raise ValueError(
+            "loss_fn adds means over different counts, and their ratio is not the same in every part of the batch, so "
+            f"the parts cannot be put together: {FIX}"
+        )
+    active = dict(zip(parallel.parameters, (row[_FIXED:] > 0).tolist(), strict=False))
+    loss = total / count if count else math.nan
+    return Totals(loss, count, _DTYPES[int(code)], active)
+
+
+def _row(parallel: Parallel, parts: list[Part]) -> torch.Tensor:
+    """sum, count, counts of all means, the sum of their squares over count, dtype; then a flag per parameter."""
+    place = parallel.place
+    fixed = [0.0] * _FIXED
+    if parts and parallel.is_last and place["tp"] == place["sp"] == 0:
+        fixed[0] = math.fsum(part.sum for part in parts)
+        fixed[1] = sum(part.count for part in parts)
+        fixed[2] = sum(part.mixed for part in parts)
+        fixed[3] = sum(part.mixed**2 / part.count if part.count else math.inf * bool(part.mixed) for part in parts)
+        if place["dp"] == 0:
+            fixed[4] = _DTYPES.index(parts[0].dtype)
+    flags: list[float] = []
+    if parallel.replicas > 1:
+        flags = [float(p.grad is not None) for p in parallel.parameters.values()]
+    return torch.tensor(fixed + flags, dtype=torch.float64)
+
+
+def compare_data(parallel: Parallel, inputs: Any, targets: Any) -> None:
+    """Compare a checksum of the batch over the ranks, in the first calls and rarely later.
+
+    Raises ValueError on all ranks alike that names the ranks whose data differ.
+    """
+    group = parallel.group()
+    if group.size == 1 or not (parallel.calls < DATA_CHECKS or parallel.calls % DATA_EVERY == 0):
+        return
+    odd = differing(checksum(leaves((inputs, targets))), group, "batch checksum")
+    if odd:
+        raise ValueError(
+            f"the batch of {ranks_text(odd)} differs from the others': forward_backward takes the same global batch on "
+            "every rank and cuts it itself; draw it from the same seed everywhere (torch.manual_seed, or a "
+            "torch.Generator of your own), and leave out DistributedSampler and shards by rank"
+        )
+
+
+def differing(value: int, group: Group, of: str) -> list[int]:
+    """The global ranks of a group whose 32-bit value is not the usual one."""
+    row = torch.zeros(group.size, dtype=torch.int64)
+    row[group.index] = value
+    group.run("all_reduce", [row], of=of)
+    return [group.ranks[index] for index in odd_ranks(row.tolist())]

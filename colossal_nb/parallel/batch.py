@@ -1,0 +1,112 @@
+"""Cutting a global batch into parts, and saying whether all ranks were given the same one."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossal_nb.parallel.structure import leaves, rebuild
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One part of a batch: `inputs` and `targets` of the samples `start` to `stop` - 1. Never empty."""
+
+    inputs: Any
+    targets: Any
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+def batch_size(inputs: Any) -> int:
+    """Dim 0 of the first tensor in `inputs` that has dims. Raises ValueError if there is none, or no sample."""
+    for tensor in leaves(inputs):
+        if tensor.dim():
+            if not tensor.shape[0]:
+                raise ValueError(f"the batch is empty: a tensor of inputs has shape {list(tensor.shape)}")
+            return tensor.shape[0]
+    raise ValueError(f"no tensor with a batch dim in the inputs ({type(inputs).__name__}): what should be cut?")
+
+
+def bounds(samples: int, parts: int) -> list[tuple[int, int]]:
+    """Start and stop of each part: sizes differ by at most one, the larger ones first.
+
+    >>> bounds(5, 3)
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    small, larger = divmod(samples, parts)
+    starts = [part * small + min(part, larger) for part in range(parts + 1)]
+    return list(pairwise(starts))
+
+
+def own_parts(samples: int, replicas: int, microbatches: int, replica: int) -> list[tuple[int, int]]:
+    """Start and stop of one replica's parts, those without a sample left out.
+
+    Part k goes to replica k mod `replicas`, so that a remainder is spread over the replicas.
+    """
+    mine = bounds(samples, replicas * microbatches)[replica::replicas]
+    return [(start, stop) for start, stop in mine if stop > start]
+
+
+def pieces(inputs: Any, targets: Any, replicas: int, microbatches: int, replica: int) -> list[Piece]:
+    """One replica's parts of a global batch: tensors whose dim 0 is the batch size are cut, anything else is whole."""
+    samples = batch_size(inputs)
+    return [
+        Piece(cut(inputs, samples, start, stop), cut(targets, samples, start, stop), start, stop)
+        for start, stop in own_parts(samples, replicas, microbatches, replica)
+    ]
+
+
+def cut(value: Any, samples: int, start: int, stop: int) -> Any:
+    """The samples `start` to `stop` - 1 of every tensor inside `value` whose dim 0 has `samples` entries."""
+    if start == 0 and stop == samples:
+        return value
+    return rebuild(value, lambda tensor: tensor[start:stop] if tensor.dim() and tensor.shape[0] == samples else tensor)
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How inputs call the model: a dict by keyword, a tuple by position, anything else as the one argument."""
+    if isinstance(inputs, Mapping):
+        return (), {str(key): value for key, value in inputs.items()}
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def move(value: Any, device: torch.device | str) -> Any:
+    """The same structure with its tensors on `device`."""
+    return rebuild(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def checksum(values: list[Tensor]) -> int:
+    """32 bits over the bytes, shapes and dtypes of tensors: equal tensors give equal numbers on every rank."""
+    total = 0
+    for tensor in values:
+        total = zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode(), total)
+        flat = tensor.detach().contiguous().reshape(-1)
+        if flat.numel():
+            total = zlib.crc32(flat.view(torch.uint8).cpu().numpy().data, total)
+    return total
+
+
+def odd_ranks(sums: list[int]) -> list[int]:
+    """The ranks whose checksum is not that of the majority (of rank 0 where there is none)."""
+    common = Counter(sums).most_common(1)[0]
+    usual = common[0] if common[1] > len(sums) / 2 else sums[0]
+    return [rank for rank, value in enumerate(sums) if value != usual]
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """For people: `rank 2`, `ranks 1 and 3`, `ranks 1, 2 and 3`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

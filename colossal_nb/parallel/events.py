@@ -1,0 +1,52 @@
+"""Steps in the record: a step begins at its first forward_backward and ends when optimizer.step() returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from colossal_nb.parallel.handle import Parallel
+from colossal_nb.parallel.world import World
+
+
+def begin(parallel: Parallel) -> None:
+    """Mark the begin of a step at its first forward_backward."""
+    world = World.current()
+    world.model = parallel
+    if parallel.calls_in_step == 0:
+        world.recorder.mark(parallel.step, "begin")
+        if parallel.step == 0:
+            world.recorder.mark(parallel.step, "metered")
+
+
+def stepped(parallel: Parallel, loss: float) -> None:
+    """A forward_backward is done."""
+    parallel.calls += 1
+    parallel.calls_in_step += 1
+    parallel.loss = loss
+    World.current().recorder.mark(parallel.step, "log", "loss", loss)
+
+
+def running_step() -> int:
+    """The number of the step under way in the model that ran last; 0 before any."""
+    model = World.current().model
+    return model.step if isinstance(model, Parallel) else 0
+
+
+def watch(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
+    """Let every step() of the optimizer write its slice and end the step."""
+    tokens: list[int] = []
+
+    def before(*_: Any) -> None:
+        tokens.append(World.current().recorder.begin("optimizer"))
+
+    def after(*_: Any) -> None:
+        recorder = World.current().recorder
+        recorder.end(tokens.pop())
+        recorder.mark(parallel.step, "end", "loss", parallel.loss)
+        parallel.step += 1
+        parallel.calls_in_step = 0
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)

@@ -1,0 +1,166 @@
+"""What a parallel model carries for life: its strategy, its mesh, and what the passes made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_nb.parallel.group import Group
+from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.world import World
+from colossal_nb.plan import Mesh, On, Strategy
+
+if TYPE_CHECKING:
+    from colossal_nb.parallel.ledger import Ledger
+    from colossal_nb.parallel.pipeline import Pipeline
+    from colossal_nb.parallel.tensor import Report
+
+_NAME = "_colossal"
+
+
+@dataclass(eq=False)
+class Parallel:
+    """`strategy` has its numbers filled in; `parameters` holds every parameter of the model once, in its order, also
+    those that lie on other pipeline stages. `pending`: the split waits for the first real batch."""
+
+    model: nn.Module
+    strategy: Strategy
+    mesh: Mesh
+    parameters: dict[str, nn.Parameter]
+    forward: Callable[..., Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    pipeline: Pipeline | None = None
+    tensor: Report | None = None
+    ledger: Ledger | None = None
+    pending: bool = False
+    inside: bool = False
+    accumulating: bool = False
+    compared: bool = False
+    hooked: set[int] = field(default_factory=set)
+    calls: int = 0
+    calls_in_step: int = 0
+    step: int = 0
+    loss: float = math.nan
+    _held: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return World.current().rank
+
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's coordinate."""
+        return self.mesh.coordinate(self.rank)
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.axis_size("dp")
+
+    @property
+    def microbatches(self) -> int:
+        return self.strategy.microbatches or 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage computes the loss."""
+        return self.place["pp"] == self.mesh.axis_size("pp") - 1
+
+    @property
+    def device(self) -> str:
+        return World.current().device
+
+    def group(self, *axes: str) -> Group:
+        """This rank's group along axes of the mesh; along all of them if none is named."""
+        return World.current().group(self.mesh, axes[0] if len(axes) == 1 else axes or self.mesh.axes)
+
+    def held(self) -> dict[str, nn.Parameter]:
+        """The parameters of which this rank holds some part."""
+        if not self._held:
+            self._held = {name: p for name, p in self.parameters.items() if holds(p, self.rank)}
+        return self._held
+
+    def changed(self) -> None:
+        """The passes have changed who holds what."""
+        self._held = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, calling the model runs the user's own forward on a part of the batch."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
+
+
+def holds(p: Tensor, rank: int) -> bool:
+    """Whether a rank has some part of a parameter."""
+    layout = layout_of(p)
+    if layout is None:
+        return True
+    place = layout.mesh.coordinate(rank)
+    pairs = zip(layout.mesh.axes, layout.placements, strict=True)
+    return all(place[axis] in placement.coordinates for axis, placement in pairs if isinstance(placement, On))
+
+
+def find(model: Any) -> Parallel | None:
+    """What `parallelize` left on a model; None for a model that it never saw."""
+    return model.__dict__.get(_NAME) if isinstance(model, nn.Module) else None
+
+
+def attach(parallel: Parallel) -> None:
+    """Leave it on the model, for `find`."""
+    parallel.model.__dict__[_NAME] = parallel
+
+
+def require(model: Any) -> Parallel:
+    """The model's `Parallel`. Raises ValueError where there is none, or where the cell names another strategy."""
+    parallel = find(model)
+    if parallel is None:
+        what = type(model).__name__
+        raise ValueError(
+            f"this {what} is not parallel yet: model, optimizer = cnb.parallelize(model, optimizer) comes first"
+        )
+    require_cell(parallel)
+    return parallel
+
+
+def require_cell(parallel: Parallel) -> None:
+    """Raise ValueError in a cell that names another strategy than the model's."""
+    world = World.current()
+    if parallel.mesh.size > world.world_size:
+        raise ValueError(
+            f"the model was made parallel as {text(parallel.strategy)} on {parallel.mesh.size} ranks; "
+            f"{world.world_size} work together now: build it anew and call parallelize"
+        )
+    if world.strategy is not None and world.strategy.filled(world.world_size) != parallel.strategy:
+        cell, own = text(world.strategy.filled(world.world_size)), text(parallel.strategy)
+        raise ValueError(
+            f"this cell runs under {cell}, but the model was made parallel as {own} and keeps that for life: begin "
+            f"the cell with %%colossal alone or with {own}, or build a new model in it and parallelize that"
+        )
+
+
+def text(strategy: Strategy) -> str:
+    """A filled strategy in the fewest words."""
+    usual = strategy.microbatches == strategy.pp
+    short = replace(strategy, chunks=None, microbatches=None if usual else strategy.microbatches)
+    if strategy.dp == 1 and strategy.needs > 1:
+        short = replace(short, dp=None)
+    return str(short)
+
+
+def tell(line: str) -> None:
+    """Say a line to the user, once for all ranks where a notebook collects them."""
+    world = World.current()
+    if world.store is None:
+        print(line)
+    else:
+        world.notes.append(line)

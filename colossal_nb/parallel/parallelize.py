@@ -1,0 +1,170 @@
+"""`parallelize`: the user's model and optimizer, distributed in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossal_nb.parallel import clip, events, optimizers, plain, report, state, tensor
+from colossal_nb.parallel.agree import differing
+from colossal_nb.parallel.batch import checksum, ranks_text
+from colossal_nb.parallel.handle import Parallel, attach, find, require_cell, tell, text
+from colossal_nb.parallel.layouts import layout_of, set_layout
+from colossal_nb.parallel.world import World
+from colossal_nb.plan import Layout, Strategy
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def parallelize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: Strategy | str | None = None,
+    plan: None = None,
+    cuts: Any = None,
+    stage_weights: Any = None,
+) -> Any:
+    """Distribute a model, and the optimizer that holds its parameters, in place; returns `model` or both.
+
+    `strategy`: by default the cell's; without one, dp over all ranks. `cuts`, `stage_weights`: where a pipeline is cut,
+    or how much of the work each stage should have. Parameters stay the same objects; a rank's part is put under them,
+    and state that the optimizer has is cut in the same place. Again under the same strategy: nothing.
+
+    Raises ValueError on bad arguments, on a strategy that the model cannot run under, and (on all ranks, naming the odd
+    ones) when the ranks built different weights. Collective.
+    """
+    world = World.current()
+    _check_model(model)
+    if plan is not None:
+        raise ValueError("plan= is not built yet: leave it out, the rules decide what is cut")
+    wanted = _strategy(strategy, world)
+    if find(model) is not None:
+        return _again(model, optimizer, strategy, wanted)
+    mesh = wanted.mesh(world.world_size)
+    if optimizer is not None:
+        optimizers.check(optimizer, model, cut=mesh.size > 1)
+    if mesh.axis_size("pp") == 1 and (cuts is not None or stage_weights is not None):
+        raise ValueError("cuts and stage_weights say where a pipeline is cut; this strategy has none: pp=2 or more")
+    model.to(world.device)
+    options = {"cuts": cuts, "stage_weights": stage_weights}
+    parallel = Parallel(model, wanted, mesh, dict(model.named_parameters()), model.forward, options)
+    _compare_weights(parallel)
+    _set_up(parallel, optimizer)
+    attach(parallel)
+    return model if optimizer is None else (model, optimizer)
+
+
+def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None:
+    model = parallel.model
+    if optimizer is not None:
+        parallel.optimizers.append(optimizer)
+    if parallel.mesh.axis_size("pp") * parallel.mesh.axis_size("tp") > 1:
+        small = plain.example(model)
+        if small is None:
+            parallel.pending = True
+            tell(
+                f"no example input could be made for this {type(model).__name__}, so it is split at the first batch; "
+                "example_inputs() on the model gives one"
+            )
+        else:
+            split(parallel, (small, {}))
+    else:
+        _layouts(parallel)
+    plain.install(parallel)
+    state.hook_state_dicts(parallel)
+    clip.install(parallel)
+    report.track(parallel)
+    for each in parallel.optimizers:
+        events.watch(parallel, each)
+    for line in report.caveats(parallel):
+        tell(line)
+
+
+def split(parallel: Parallel, example: Example) -> None:
+    """Run the passes in their order on a model that is still whole. Collective."""
+    model, mesh, strategy = parallel.model, parallel.mesh, parallel.strategy
+    before = {id(p): p.shape for p in model.parameters()}
+    with parallel.running():
+        plan = tensor.plan(model, mesh, strategy, example)
+        if mesh.axis_size("pp") > 1:
+            from colossal_nb.parallel import pipeline
+
+            parallel.pipeline = pipeline.apply(model, mesh, strategy, example, **parallel.options)
+        if mesh.axis_size("tp") > 1:
+            parallel.tensor = tensor.apply(model, plan)
+    parallel.pending = False
+    parallel.changed()
+    _layouts(parallel)
+    for optimizer in parallel.optimizers:
+        optimizers.cut_state(optimizer, before, parallel.rank)
+
+
+def _layouts(parallel: Parallel) -> None:
+    """Give every parameter that no pass touched the layout of a copy, and write all to the record."""
+    recorder, rank = World.current().recorder, parallel.rank
+    for name, p in parallel.parameters.items():
+        layout = layout_of(p)
+        if layout is None:
+            layout = Layout.of(p.shape, str(p.dtype).removeprefix("torch."), parallel.mesh)
+            set_layout(p, layout)
+        local = layout.local_shape(rank)
+        if local is not None:
+            recorder.layout(name, layout.to_json(), str(list(p.shape)), p.numel() * p.element_size())
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
+    if type(model).__module__.startswith("torch.nn.parallel") or type(model).__name__.startswith("FSDP"):
+        raise ValueError(f"{type(model).__name__} distributes the model already: give parallelize the model inside it")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to distribute")
+
+
+def _strategy(strategy: Strategy | str | None, world: World) -> Strategy:
+    """The strategy with its numbers filled in: the argument's, else the cell's, else dp over all ranks."""
+    if isinstance(strategy, str):
+        strategy = Strategy.parse(strategy)
+    if strategy is None and world.strategy is None and world.world_size > 1:
+        tell(f"no strategy is named: dp={world.world_size} over all ranks")
+    chosen = strategy or world.strategy or Strategy()
+    chosen.check(world.world_size)
+    return chosen.filled(world.world_size)
+
+
+def _again(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Strategy | str | None, wanted: Strategy
+) -> Any:
+    """A model that is parallel already: nothing to do, unless another strategy or optimizer is asked for."""
+    parallel = find(model)
+    assert parallel is not None
+    require_cell(parallel)
+    if named is not None and wanted != parallel.strategy:
+        raise ValueError(
+            f"this model is parallel as {text(parallel.strategy)} for life; {text(wanted)} needs a new one: build the "
+            "model again, load_state_dict(old.state_dict()) into it, and parallelize that"
+        )
+    if optimizer is not None and optimizer not in parallel.optimizers:
+        # A fresh optimizer was made on the parts; state would have the right shapes already.
+        optimizers.check(optimizer, model, cut=parallel.mesh.size > 1)
+        parallel.optimizers.append(optimizer)
+        events.watch(parallel, optimizer)
+    else:
+        tell(f"this model is parallel already ({text(parallel.strategy) or 'one rank'}): parallelize changed nothing")
+    return model if optimizer is None else (model, optimizer)
+
+
+def _compare_weights(parallel: Parallel) -> None:
+    """All ranks must have built the same model."""
+    if parallel.mesh.size == 1:
+        return
+    tensors = [*parallel.model.parameters(), *parallel.model.buffers()]
+    odd = differing(checksum(tensors), parallel.group(), "weights checksum")
+    if odd:
+        raise ValueError(
+            f"the weights of {ranks_text(odd)} differ from the others': every rank builds the same model, so draw the "
+            "weights from one seed in the cell that makes it (torch.manual_seed(0) before it), or load the same file"
+        )
+

@@ -1,0 +1,189 @@
+"""`model(x)` outside forward_backward: the global batch in, the global output on every rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from colossal_nb.parallel import objects
+from colossal_nb.parallel.batch import batch_size, bounds, cut, move
+from colossal_nb.parallel.collectives import gather_from, reduce_from
+from colossal_nb.parallel.handle import Parallel, require_cell
+from colossal_nb.parallel.losses import CountingMeans
+from colossal_nb.parallel.structure import leaves, rebuild
+from colossal_nb.parallel.tensor.vocabulary import gather
+
+LINE = "loss = cnb.forward_backward(model, loss_fn, inputs, targets)"
+
+
+def install(parallel: Parallel) -> None:
+    """Put the plain road in front of the model's forward."""
+
+    @functools.wraps(parallel.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if parallel.inside:
+            return parallel.forward(*args, **kwargs)
+        return run(parallel, args, kwargs)
+
+    parallel.model.forward = forward
+
+
+def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward of the global batch. Raises ValueError with pp > 1 while gradients are on."""
+    require_cell(parallel)
+    if parallel.pending:
+        from colossal_nb.parallel.parallelize import split
+
+        split(parallel, (args, kwargs))
+    args, kwargs = move(args, parallel.device), move(kwargs, parallel.device)
+    if parallel.pipeline is not None and _wants_gradients(parallel):
+        raise ValueError(
+            f"with pp={parallel.strategy.pp} the output of model(x) lies on the last stage, and a backward from it "
+            f"would not reach the others. To train:\n    {LINE}\nTo evaluate: with torch.no_grad(): model(x)"
+        )
+    if parallel.replicas == 1:
+        return _delivered(parallel, _forward(parallel, args, kwargs))
+    _average_hooks(parallel)
+    return _replicated(parallel, args, kwargs)
+
+
+def _wants_gradients(parallel: Parallel) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in parallel.parameters.values())
+
+
+def _forward(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One replica's output on its last stage, logits gathered over tp; None on other stages."""
+    with parallel.running():
+        if parallel.pipeline is None:
+            return gather(parallel.forward(*args, **kwargs))
+        outputs = parallel.pipeline.forward_only([(args, kwargs)])
+        return gather(outputs[0]) if parallel.is_last else None
+
+
+def _delivered(parallel: Parallel, output: Any) -> Any:
+    """The last stage's output on every stage."""
+    if parallel.pipeline is None:
+        return output
+    stages = parallel.group("pp")
+    return move(objects.broadcast(output, stages, stages.size - 1, "outputs"), parallel.device)
+
+
+def _replicated(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Each replica its samples; a replica without one runs the first sample and keeps nothing of it."""
+    samples = batch_size((args, kwargs))
+    parts = bounds(samples, parallel.replicas)
+    start, stop = parts[parallel.place["dp"]]
+    first, last = (start, stop) if stop > start else (0, 1)
+    args, kwargs = cut(args, samples, first, last), cut(kwargs, samples, first, last)
+    with CountingMeans() as means:
+        output = _forward(parallel, args, kwargs)
+    if parallel.is_last:
+        sizes = [end - begin for begin, end in parts]
+        weight = (means.counts[0] if means.counts else float(last - first)) if stop > start else 0.0
+        output = _joined(parallel, output, sizes, last - first, weight)
+    return _delivered(parallel, output)
+
+
+def _joined(parallel: Parallel, output: Any, sizes: list[int], rows: int, weight: float) -> Any:
+    """The outputs of all replicas: batched tensors along dim 0, scalars as weighted means, the rest as it is here."""
+    mesh, own = parallel.mesh, sizes[parallel.place["dp"]]
+    batched = [bool(leaf.dim()) and leaf.shape[0] == rows for leaf in leaves(output)]
+    if len(set(sizes)) > 1 and batched:
+        # A dim that happens to be one replica's number of rows is not the batch: it must be so on every replica.
+        votes = torch.tensor([float(vote) for vote in batched])
+        parallel.group("dp").run("all_reduce", [votes], reduce="min", of="outputs")
+        batched = (votes > 0).tolist()
+    is_batched = iter(batched)
+
+    def join(leaf: Tensor) -> Tensor:
+        if next(is_batched):
+            return gather_from(scaled(leaf[:own], parallel.replicas), mesh, "dp", sizes=sizes, of="outputs")
+        if leaf.dim() or not leaf.is_floating_point():
+            return leaf
+        total = torch.tensor([weight], dtype=torch.float64)
+        parallel.group("dp").run("all_reduce", [total], of="outputs")
+        share = weight / (total.item() or 1.0)
+        return reduce_from(scaled(leaf, parallel.replicas) * share, mesh, "dp", of="outputs")
+
+    return rebuild(output, join)
+
+
+class _Scaled(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.factor, None
+
+
+def scaled(x: Tensor, factor: int) -> Tensor:
+    """`x`; its gradient times `factor`."""
+    return _Scaled.apply(x, factor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _average_hooks(parallel: Parallel) -> None:
+    """Let a plain backward average parameters' gradients over dp.
+
+    A replica's gradient is that of its samples alone, which `_joined` has scaled by the number of replicas, so that
+    the average is the sum over samples; a term that all replicas computed alike (a penalty on weights) stays itself.
+    """
+    for p in parallel.parameters.values():
+        if p.requires_grad and id(p) not in parallel.hooked:
+            parallel.hooked.add(id(p))
+            p.register_hook(_average(parallel))  # type: ignore[no-untyped-call]
+
+
+def _average(parallel: Parallel) -> Callable[[Tensor], Tensor | None]:
+    def average(gradient: Tensor) -> Tensor | None:
+        if parallel.inside:
+            return None
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        parallel.group("dp").run("all_reduce", [total], of="gradient")
+        return total.div_(parallel.replicas)
+
+    return average
+
+
+def example(model: nn.Module) -> tuple[Any, ...] | None:
+    """A small input that the model takes: its own `example_inputs()`, or one made for its first layer; None if neither
+    runs."""
+    offered = getattr(model, "example_inputs", None)
+    if callable(offered):
+        inputs = offered()
+        return inputs if isinstance(inputs, tuple) else (inputs,)
+    made = _for_first_layer(model)
+    return (made,) if made is not None and _runs(model, made) else None
+
+
+def _for_first_layer(model: nn.Module) -> Tensor | None:
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return torch.arange(16, device=module.weight.device).view(2, 8) % module.num_embeddings
+        if isinstance(module, nn.Linear):
+            weight = module.weight
+            steps = 2 * module.in_features
+            return torch.linspace(-1, 1, steps, dtype=weight.dtype, device=weight.device).view(2, -1)
+    return None
+
+
+def _runs(model: nn.Module, made: Tensor) -> bool:
+    """Whether the model takes the input; leaves buffers and random states as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            model(made)
+    except Exception:
+        return False
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return True

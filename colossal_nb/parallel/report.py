@@ -1,0 +1,66 @@
+"""What became of a model: what was cut, what limits it, and where its numbers are not the sequential program's."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from colossal_nb.parallel.handle import Parallel, find, text
+from colossal_nb.parallel.layouts import layout_of
+
+
+def lines(model: nn.Module) -> list[str]:
+    """For people: one line per decision about a parallel model. Empty for a model that is not parallel."""
+    parallel = find(model)
+    if parallel is None:
+        return []
+    held = parallel.held()
+    local = sum(p.numel() for p in held.values())
+    total = sum(_size(p) for p in parallel.parameters.values())
+    found = [
+        f"{type(model).__name__} under {text(parallel.strategy) or 'one rank'} ({parallel.mesh}): this rank holds "
+        f"{local:,} of {total:,} parameters"
+    ]
+    if parallel.pending:
+        found.append("it is split at the first batch: no example input could be made")
+    if parallel.pipeline is not None:
+        found += parallel.pipeline.report.lines
+    if parallel.tensor is not None:
+        found += parallel.tensor.lines()
+    return found + caveats(parallel)
+
+
+def _size(p: nn.Parameter) -> int:
+    layout = layout_of(p)
+    size = 1
+    for length in p.shape if layout is None else layout.global_shape:
+        size *= length
+    return size
+
+
+def caveats(parallel: Parallel) -> list[str]:
+    """Where a run is not the sequential program by mathematics or by choice."""
+    if parallel.mesh.size * parallel.microbatches == 1:
+        return []
+    modules = list(parallel.model.modules())
+    found = []
+    if any(_drops(module) for module in modules):
+        found.append("dropout draws other masks under another strategy, so losses agree only without it (or in eval)")
+    if parallel.replicas * parallel.microbatches > 1 and any(isinstance(module, _BatchNorm) for module in modules):
+        found.append(
+            "batch norm sees one part of the batch at a time: the reference is one rank with the same microbatches"
+        )
+    return found
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module says that it drops something: a Dropout, or an attribute named so, with a probability."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    values = (value for name, value in vars(module).items() if "dropout" in name)
+    return any(isinstance(value, float) and value > 0 for value in values)
+
+
+def track(parallel: Parallel) -> None:
+    """Account for the model's memory."""

@@ -1,0 +1,113 @@
+"""Whole tensors out of a parallel model, and whole tensors into it: full, full_grad, state_dict, load_state_dict."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_nb.parallel.handle import Parallel, holds
+from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.world import World
+from colossal_nb.plan import Layout, On, Shard
+
+
+def full(p: Tensor) -> Tensor:
+    """The whole parameter on every rank, detached, in host or device memory of its own. Collective."""
+    layout = layout_of(p)
+    return p.detach().clone() if layout is None else gathered(p.detach(), layout)
+
+
+def full_grad(p: Tensor) -> Tensor | None:
+    """The whole gradient of a parameter on every rank; None if it has none anywhere. Collective."""
+    layout = layout_of(p)
+    if layout is None:
+        return None if p.grad is None else p.grad.clone()
+    group = World.current().group(layout.mesh, layout.mesh.axes)
+    present = torch.tensor([float(p.grad is not None)])
+    group.run("all_reduce", [present], of="gradient")
+    if not present:
+        return None
+    return gathered(p.grad if p.grad is not None else torch.zeros_like(p), layout)
+
+
+def gathered(part: Tensor, layout: Layout) -> Tensor:
+    """The whole tensor on every rank of its mesh, from each rank's part (ignored where a rank holds none)."""
+    world = World.current()
+    mesh, shape = layout.mesh, layout.global_shape
+    whole = part.new_empty(shape)
+    if layout.slices(world.rank) is not None:
+        axes = tuple(axis for axis in mesh.axes if isinstance(layout.placement(axis), Shard))
+        group = world.group(mesh, axes) if axes else None
+        parts = [part.contiguous()]
+        ranks = (world.rank,) if group is None else group.ranks
+        if group is not None:
+            parts = [part.new_empty(prod(layout.local_shape(rank) or (0,))) for rank in ranks]
+            group.run("all_gather", [*parts, part.contiguous().reshape(-1)], of="full")
+        for rank, piece in zip(ranks, parts, strict=True):
+            put(whole, layout, rank, piece)
+    for axis in mesh.axes:
+        placement = layout.placement(axis)
+        if isinstance(placement, On):
+            world.group(mesh, axis).run("broadcast", [whole], root=placement.coordinate, of="full")
+    return whole
+
+
+def put(whole: Tensor, layout: Layout, rank: int, part: Tensor) -> None:
+    """Write a rank's part, of any shape with as many elements, to its place in the whole tensor."""
+    local = layout.local_shape(rank)
+    assert local is not None, f"rank {rank} holds nothing of {layout}"
+    if prod(local):
+        whole[_places(layout, rank, whole.device)] = part.reshape(local)
+
+
+def local_part(whole: Tensor, layout: Layout, rank: int) -> Tensor | None:
+    """What a rank holds of a whole tensor, in memory of its own; None if nothing."""
+    if layout.slices(rank) is None:
+        return None
+    return whole[_places(layout, rank, whole.device)].clone(memory_format=torch.contiguous_format)
+
+
+def _places(layout: Layout, rank: int, device: torch.device) -> tuple[Any, ...]:
+    """An index expression: slices, and open grids of numbers as soon as one dim is not a run."""
+    slices = layout.slices(rank)
+    assert slices is not None
+    if all(isinstance(held, range) and held.step == 1 for held in slices):
+        return tuple(slice(held[0], held[-1] + 1) if held else slice(0, 0) for held in slices)
+    grids = []
+    for dim, held in enumerate(slices):
+        shape = [1] * len(slices)
+        shape[dim] = -1
+        grids.append(torch.tensor(list(held), dtype=torch.int64, device=device).view(shape))
+    return tuple(grids)
+
+
+def hook_state_dicts(parallel: Parallel) -> None:
+    """Make `model.state_dict()` whole (and collective), and let `load_state_dict` take whole tensors."""
+
+    def save(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        done: dict[int, Tensor] = {}
+        for name, tensor in _entries(parallel.model):
+            key = prefix + name
+            if key in state and layout_of(tensor) is not None:
+                if id(tensor) not in done:
+                    done[id(tensor)] = full(tensor)
+                state[key] = done[id(tensor)]
+
+    def load(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        rank = parallel.rank
+        for name, tensor in _entries(parallel.model):
+            layout, value = layout_of(tensor), state.get(prefix + name)
+            if layout is None or not isinstance(value, Tensor) or tuple(value.shape) != layout.global_shape:
+                continue
+            state[prefix + name] = local_part(value, layout, rank) if holds(tensor, rank) else tensor.detach()
+
+    parallel.model.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
+    parallel.model.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
+
+
+def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [(name, tensor) for name, tensor in named]

@@ -1,0 +1,170 @@
+"""One training step's forward and backward: a global batch in, the whole batch's loss and gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_nb.parallel import agree, events, gradients, outputs
+from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
+from colossal_nb.parallel.handle import Parallel, require
+from colossal_nb.parallel.losses import CountingMeans, Part, own_loss, part
+from colossal_nb.parallel.structure import leaves, rebuild
+from colossal_nb.parallel.tensor.vocabulary import gather
+from colossal_nb.parallel.world import World
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass
+class Done:
+    """What one rank made of its pieces: parts of the loss (on the last stage) and, where asked for, outputs."""
+
+    pieces: list[Piece]
+    keep: bool
+    parts: list[Part] = field(default_factory=list)
+    kept: outputs.Kept = field(default_factory=list)
+
+    def add(self, result: Part, output: Any, piece: Piece) -> None:
+        self.parts.append(result.detached())
+        if self.keep:
+            self.kept.append((piece.start, piece.stop, rebuild(gather(output), Tensor.detach)))
+
+
+def forward_backward(
+    model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any = None, return_output: bool = False
+) -> Any:
+    """Forward and backward of a *global* batch: returns its loss, and adds its gradients to `.grad`.
+
+    Every tensor of `inputs` and `targets` whose dim 0 is the batch size is cut into dp x microbatches parts; anything
+    else goes whole. A dict of inputs calls `model(**inputs)`, a tuple `model(*inputs)`. `loss_fn(output, targets)`
+    returns a scalar (a mean; torch's own mean losses are counted right, another scalar is weighted by samples) or
+    (sum, count); None takes the model's own `.loss`. The loss (0-dim, detached) is the sum of the sums over the sum of
+    the counts, the same bits on every rank. With `return_output` the result is (loss, output of the whole batch).
+
+    Raises ValueError on all ranks for batches that differ between ranks and for losses that cannot be put together.
+    """
+    parallel = require(model)
+    events.begin(parallel)
+    if parallel.pending:
+        from colossal_nb.parallel.parallelize import split
+
+        split(parallel, arguments(inputs))
+    agree.compare_data(parallel, inputs, targets)
+    inputs, targets = move(inputs, parallel.device), move(targets, parallel.device)
+    samples = batch_size(inputs)
+    mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
+    compares = _compares(parallel, loss_fn, samples)
+    with gradients.kept_apart(list(parallel.held().values())):
+        done = _run(parallel, loss_fn, mine, keep=compares or return_output)
+        totals = agree.totals(parallel, done.parts)
+        if compares:
+            assert loss_fn is not None
+            outputs.compare(parallel, loss_fn, done.kept, targets, samples, totals.loss)
+        gradients.finish(parallel, totals.active, totals.count)
+    events.stepped(parallel, totals.loss)
+    loss = totals.tensor(parallel.device)
+    return (loss, outputs.whole(parallel, done.kept)) if return_output else loss
+
+
+def _compares(parallel: Parallel, loss_fn: LossFn | None, samples: int) -> bool:
+    """Whether this call proves that the parts' losses make the whole: once, where there are parts for every replica."""
+    cut = parallel.replicas * parallel.microbatches > 1
+    return cut and loss_fn is not None and not parallel.compared and samples >= parallel.replicas
+
+
+def _run(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: bool) -> Done:
+    """Forward and backward of this rank's pieces; gradients are those of the sums."""
+    done = Done(mine, keep)
+    with parallel.running(), torch.enable_grad():
+        if parallel.pipeline is None:
+            for number, piece in enumerate(mine):
+                _piece(parallel, loss_fn, piece, number, done)
+        elif mine:
+            _pipeline(parallel, loss_fn, mine, done)
+    return done
+
+
+def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int, done: Done) -> None:
+    recorder = World.current().recorder
+    token = recorder.begin("F", stage=0, microbatch=number)
+    try:
+        args, kwargs = arguments(piece.inputs)
+        with CountingMeans() if loss_fn is None else nullcontext() as means:
+            output = parallel.model(*args, **kwargs)
+        result = measured(loss_fn, output, piece, [] if means is None else means.counts)
+        done.add(result, output, piece)
+    finally:
+        recorder.end(token)
+    token = recorder.begin("B", stage=0, microbatch=number)
+    try:
+        result.backward()
+    finally:
+        recorder.end(token)
+
+
+def measured(loss_fn: LossFn | None, output: Any, piece: Piece, counts: list[float]) -> Part:
+    """The loss of one piece; `counts` are the denominators seen inside the model when its own loss is taken."""
+    if loss_fn is None:
+        return part(own_loss(output), counts, piece.samples)
+    try:
+        with CountingMeans() as means:
+            value = loss_fn(output, piece.targets)
+    except Exception as error:
+        whole = [list(t.shape) for t in leaves(piece.targets) if not t.dim() or t.shape[0] != piece.samples]
+        if whole:
+            error.add_note(
+                f"forward_backward gave this loss_fn samples {piece.start} to {piece.stop - 1} of the batch, and uncut "
+                f"what does not begin with the batch size of the inputs: targets of shape {', '.join(map(str, whole))}"
+            )
+        raise
+    return part(value, means.counts, piece.samples)
+
+
+def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], done: Done) -> None:
+    """The schedule's actions; the loss is taken where the last stage ends."""
+    assert parallel.pipeline is not None
+    with CountingMeans() if loss_fn is None else nullcontext() as means:
+
+        def loss_of(output: Any, number: int) -> tuple[Tensor, None]:
+            counts = [] if means is None else means.taken()
+            result = measured(loss_fn, output, mine[number], counts)
+            done.add(result, output, mine[number])
+            return result.value * result.weight, None
+
+        parallel.pipeline.run_step([arguments(piece.inputs) for piece in mine], loss_of)
+
+
+@contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """Delay the reduction of gradients over dp to the end of the block: several forward_backward, one exchange.
+
+    Inside, `.grad` holds this rank's part. Afterwards it is as if every call had reduced at once.
+    """
+    parallel = require(model)
+    if parallel.accumulating:
+        raise ValueError("accumulate(model) is already open for this model: one block around all calls suffices")
+    held = list(parallel.held().values())
+    with gradients.kept_apart(held):
+        parallel.accumulating = True
+        try:
+            yield
+        finally:
+            parallel.accumulating = False
+        gradients.settle(parallel)
+
+
+def log(**values: Any) -> None:
+    """Write numbers of the running step to the record: `cnb.log(accuracy=0.91)`. Tensors of one element count."""
+    recorder = World.current().recorder
+    for name, value in values.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"log({name}={type(value).__name__}): a value must be one number") from error
+        recorder.mark(events.running_step(), "log", name, number)
