@@ -1,0 +1,68 @@
+"""All that touches IPython in the kernel: the magics, what they print, completion, help."""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from colossal_nb.notebook import help as helps
+
+_VERB_HELP = re.compile(r"^\s*%colossal\s+([\w-]+)\s*\?+\s*$")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register `%%colossal` and `%colossal`, and warm the engines' server in the background."""
+    import colossal_nb
+    from colossal_nb import session
+    from colossal_nb.notebook.completion import Completion
+    from colossal_nb.notebook.magics import Notebook
+    unload_ipython_extension(shell)
+    if not hasattr(colossal_nb, "last_run"):
+        setattr(colossal_nb, "last_run", None)  # noqa: B010
+    notebook = Notebook(shell, session.current())
+    _register(shell, notebook.cell, helps.cell(), "cell")
+    _register(shell, notebook.line, helps.line(), "line")
+    shell.input_transformers_cleanup.append(verb_help)
+    completion = Completion(notebook)
+    shell.Completer.custom_matchers.append(completion.matcher())
+    _inspect_through(getattr(shell, "kernel", None), completion)
+    notebook.session.warm()
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Take the magics away again. Engines go on until `%colossal stop` or the kernel's end."""
+    for kind in ("cell", "line"):
+        shell.magics_manager.magics[kind].pop("colossal", None)
+    if verb_help in shell.input_transformers_cleanup:
+        shell.input_transformers_cleanup.remove(verb_help)
+    matchers = shell.Completer.custom_matchers
+    matchers[:] = [each for each in matchers if getattr(each, "matcher_identifier", "") != "colossal_nb"]
+    kernel = getattr(shell, "kernel", None)
+    if kernel is not None and hasattr(kernel.do_inspect, "replaces"):
+        kernel.do_inspect = kernel.do_inspect.replaces
+
+
+def verb_help(lines: list[str]) -> list[str]:
+    """`%colossal push?` asks for help on the verb; IPython alone would look for an object called push."""
+    match = _VERB_HELP.match("".join(lines))
+    return [f"%colossal help {match[1]}\n"] if match else lines
+
+
+def _register(shell: Any, call: Callable[..., None], doc: str, kind: str) -> None:
+    def colossal(*texts: str) -> None:
+        call(*texts)
+    colossal.__doc__ = doc
+    shell.register_magic_function(colossal, kind, "colossal")
+
+
+def _inspect_through(kernel: Any, completion: Any) -> None:
+    """Let Shift-Tab below a `%%colossal` line ask rank 0: the shell alone is told only the name, not the cell."""
+    if kernel is None:
+        return
+    ask_kernel = kernel.do_inspect
+
+    def do_inspect(code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
+        answer = completion.inspect(code, cursor_pos, detail_level)
+        return ask_kernel(code, cursor_pos, detail_level, omit_sections) if answer is None else answer
+    do_inspect.replaces = ask_kernel  # type: ignore[attr-defined]
+    kernel.do_inspect = do_inspect

@@ -72,7 +72,7 @@ def read_cell(line: str) -> CellArguments:
     if ranks is not None and (strategy is not None or compare):
         raise ValueError(f"--ranks is for cells without a strategy: {strategy or 'a strategy'} uses all its ranks")
     if strategy is not None and compare:
-        raise ValueError(f'--compare names all strategies itself: --compare "{strategy} ; ..." without {strategy} before')
+        raise ValueError(f'--compare names all strategies itself: --compare "{strategy} ; ..." with no strategy before')
     return CellArguments(strategy, ranks, given.get("--out", ""), given.get("--pull", ()), given.get("--timeout"),
                          show == "all", None if show in (None, "all") else show, given.get("--local", False), compare)
 
@@ -150,7 +150,7 @@ def _no_option(word: str, known: Mapping[str, Option], later: Mapping[str, str],
 def _no_verb(verb: str, line: str) -> str:
     name = verb.partition("=")[0].lower()
     if "=" in verb or name in FIELDS:
-        return f"a strategy belongs to a cell: write %%colossal {line} (two percent signs) as the cell's first line"
+        return _in_a_cell(line)
     if verb in VERBS_LATER:
         return f"%colossal {verb} ({VERBS_LATER[verb]}) is not built yet"
     if verb in CELL or verb in CELL_LATER:
@@ -159,5 +159,9 @@ def _no_verb(verb: str, line: str) -> str:
     if near:
         return f"there is no %colossal {verb}; did you mean %colossal {near[0]}?"
     if name in MEANT:
-        return f"a strategy belongs to a cell: write %%colossal {MEANT[name]} (two percent signs) as the cell's first line"
+        return _in_a_cell(MEANT[name])
     return f"there is no %colossal {verb}; the verbs are {', '.join(VERBS)}"
+
+
+def _in_a_cell(line: str) -> str:
+    return f"a strategy belongs to a cell: write %%colossal {line} (two percent signs) as the cell's first line"

@@ -1,4 +1,4 @@
-"""What may stand on a `%%colossal` line beside the strategy, and after `%colossal`: the tables behind parsing and help."""
+"""What may stand on a `%%colossal` line beside the strategy, and after `%colossal`: tables for parsing and help."""
 from __future__ import annotations
 
 import re
@@ -137,8 +137,8 @@ VERBS = {
     "report": Verb("report", "What the last cell sharded, what it cost, and what limited it.", "%colossal report"),
     "who": Verb("who", "The variables on the ranks; those that not all ranks have; parallel objects.",
                 "%colossal who"),
-    "compare": Verb('compare "STRATEGY ; STRATEGY"', "Run the last %%colossal cell again under each strategy and show "
-                    "one table: loss, time, peak memory, bytes sent, bubble.", '%colossal compare "dp=4 ; tp=4 ; pp=4"'),
+    "compare": Verb('compare "STRATEGY ; STRATEGY"', "Run the last %%colossal cell again under each strategy and "
+                    "show one table: loss, time, peak memory, bytes sent, bubble.", '%colossal compare "dp=4 ; tp=4 ; pp=4"'),
     "export": Verb("export FILE [--cells 3-7]", "Write cells as a plain script for torchrun.",
                    "%colossal export train.py", (_CELLS,)),
     "help": Verb("help [WORD]", "Help on a verb, a strategy field or an option.", "%colossal help microbatches"),

@@ -1,0 +1,121 @@
+"""Completion and help while typing: fields and values on the magic line, the ranks' variables below it."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
+
+from colossal_nb.notebook import help as helps
+from colossal_nb.notebook.magics import Notebook
+from colossal_nb.notebook.options import CELL, VERBS
+from colossal_nb.plan.strategy import FIELDS
+
+CELL_MAGIC, LINE_MAGIC = "%%colossal", "%colossal"
+
+
+def words_for_cell(typed: str) -> list[str]:
+    """What may follow on a `%%colossal` line; `typed` is what stands between the magic and the cursor."""
+    before, word = _last_word(typed)
+    name, equals, value = word.partition("=")
+    if equals:
+        return [f"{name}={each}" for each in helps.values(name) if each.startswith(value)] if name in FIELDS else []
+    if before and before[-1] in CELL and CELL[before[-1]].value:
+        return [choice for choice in CELL[before[-1]].choices if choice.startswith(word)]
+    given = {part.partition("=")[0] for part in before}
+    fields = [f"{field}=" for field in FIELDS if field not in given]
+    return [each for each in [*fields, *(option for option in CELL if option not in given)] if each.startswith(word)]
+
+
+def words_for_verb(typed: str, here: list[str], there: list[str]) -> list[str]:
+    """What may follow on a `%colossal` line, with the names of variables here and on the ranks."""
+    before, word = _last_word(typed)
+    if not before:
+        found = list(VERBS)
+    elif before[0] not in VERBS:
+        found = []
+    else:
+        more = {"push": here, "pull": there, "help": [*VERBS, *FIELDS, *CELL]}.get(before[0], [])
+        found = [*more, *(option.name for option in VERBS[before[0]].options if option.name not in before)]
+    return [each for each in found if each.startswith(word)]
+
+
+def _last_word(typed: str) -> tuple[list[str], str]:
+    words = typed.split()
+    return (words, "") if not words or typed[-1].isspace() else (words[:-1], words[-1])
+
+
+def split_cell(text: str) -> tuple[str, str] | None:
+    """A `%%colossal` cell's first line and its body (None for any other cell)."""
+    first, _, body = text.partition("\n")
+    magic = first.split(maxsplit=1)[:1]
+    return (first, body) if magic == [CELL_MAGIC] and not first[:1].isspace() else None
+
+
+class Completion:
+    """Joins IPython's completer and the kernel's inspection."""
+
+    def __init__(self, notebook: Notebook) -> None:
+        self._notebook = notebook
+
+    def matcher(self) -> Callable[[CompletionContext], Any]:
+        """A matcher for `Completer.custom_matchers`."""
+        def colossal(context: CompletionContext) -> Any:
+            return self.complete(context)
+        found: Callable[[CompletionContext], Any] = context_matcher(identifier="colossal_nb")(colossal)
+        return found
+
+    def complete(self, context: CompletionContext) -> dict[str, Any]:
+        """Completions for one request; nothing, and no say, outside of our cells and lines."""
+        line = context.full_text.split("\n")[context.cursor_line][: context.cursor_position]
+        cell = split_cell(context.full_text)
+        if cell is not None and context.cursor_line == 0 and len(line) > len(CELL_MAGIC):
+            return _found(words_for_cell(line[len(CELL_MAGIC):]), _last_word(line)[1])
+        if cell is not None and context.cursor_line > 0:
+            return self._on_ranks(context, cell[1])
+        if line.lstrip().startswith(f"{LINE_MAGIC} "):
+            typed = line.lstrip()[len(LINE_MAGIC):]
+            return _found(self._verbs(typed), _last_word(line)[1])
+        return {"completions": [], "suppress": False}
+
+    def _verbs(self, typed: str) -> list[str]:
+        here = [name for name in self._notebook.here() if not name.startswith("_")]
+        there: list[str] = []
+        if typed.split()[:1] == ["pull"]:
+            there = sorted({name for found in self._notebook.ranks_names().values() for name in found})
+        return words_for_verb(typed, here, there)
+
+    def _on_ranks(self, context: CompletionContext, body: str) -> dict[str, Any]:
+        lines = body.split("\n")
+        cursor = sum(len(line) + 1 for line in lines[: context.cursor_line - 1]) + context.cursor_position
+        reply = self._notebook.session.complete(body, cursor)
+        if not reply.get("matches"):
+            return {"completions": [], "suppress": False}
+        typed = body[reply["cursor_start"]: cursor]
+        return _found(reply["matches"], typed, "rank 0")
+
+    def inspect(self, code: str, cursor: int, detail: int) -> dict[str, Any] | None:
+        """An inspect_reply's content for a cursor in our cells; None where the kernel knows better."""
+        cell = split_cell(code)
+        if cell is None:
+            return None
+        first, body = cell
+        if cursor <= len(first):
+            word = _word_at(first, cursor)
+            return _help(word) if word in FIELDS or word in CELL else None
+        reply = self._notebook.session.inspect(body, cursor - len(first) - 1, detail)
+        return reply if reply.get("found") else None
+
+
+def _word_at(line: str, cursor: int) -> str:
+    start = max(line.rfind(" ", 0, cursor), line.rfind("\u00a0", 0, cursor)) + 1
+    return line[start:].split(maxsplit=1)[0].partition("=")[0] if line[start:].strip() else ""
+
+
+def _help(word: str) -> dict[str, Any]:
+    return {"status": "ok", "found": True, "data": {"text/plain": helps.word(word)}, "metadata": {}}
+
+
+def _found(matches: list[str], typed: str, kind: str = "strategy") -> dict[str, Any]:
+    return {"completions": [SimpleCompletion(text=match, type=kind) for match in matches],
+            "matched_fragment": typed, "suppress": True, "ordered": True}

@@ -1,0 +1,126 @@
+"""Errors as people want them: each once, with its ranks and the user's line, the first cause first."""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from colossal_nb.notebook.fold import named, rank_list, skeleton
+from colossal_nb.run import RankError, Run
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_OURS = re.compile(r"File \S*[/\\]colossal_nb[/\\](?!models|corpus)")
+_LIBRARY = re.compile(r"File \S*[/\\](?:site-packages|lib[/\\]python[0-9.]+)[/\\]")
+MOST_LIBRARY_FRAMES = 2
+MOST_OTHERS = 8
+LONGEST_VALUE = 2_000
+
+
+class CellError(Exception):
+    """What a magic raises: the front end shows `lines` instead of a traceback of our own code."""
+
+    def __init__(self, value: str, lines: Sequence[str]) -> None:
+        super().__init__(value)
+        self.lines = list(lines)
+
+    def _render_traceback_(self) -> list[str]:
+        return self.lines
+
+
+def fail(name: str, value: str, lines: Sequence[str] = ()) -> NoReturn:
+    """Raise an error called `name` whose display is `lines` (by itself: one sentence)."""
+    kind = type(name, (CellError,), {"__module__": "builtins"})
+    raise kind(value, lines or [f"{_red(name)}: {value}"]) from None
+
+
+def fail_for(run: Run) -> NoReturn:
+    """Raise what happened on the ranks of a run that did not end well."""
+    first = run.error
+    if run.status == "interrupted" or first is None:
+        fail("KeyboardInterrupt", f"stopped on {named(run.ranks)}", interrupted(run))
+    where = _where(_same(first, run.errors), first.line)
+    value = first.evalue[:LONGEST_VALUE]
+    fail(first.ename, f"{value} ({where})" if value else where, report(run))
+
+
+def interrupted(run: Run) -> list[str]:
+    """Where the ranks were when the user stopped them."""
+    lines = sorted({(error.line or 0) for error in run.errors.values()} - {0})
+    at = f", line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}" if lines else ""
+    others = {rank: error for rank, error in run.errors.items() if error.ename != "KeyboardInterrupt"}
+    return [f"{_red('KeyboardInterrupt')}: stopped on {named(run.ranks)}{at}; variables are kept", *_others(others)]
+
+
+def report(run: Run) -> list[str]:
+    """The first cause with its traceback, then one line for each other error, then one for the consequences."""
+    first = run.error
+    assert first is not None
+    same = _same(first, run.errors)
+    rest = {rank: error for rank, error in run.errors.items() if rank not in same}
+    causes = {rank: error for rank, error in rest.items() if not error.consequence}
+    lines = [f"{_red(_who(same, run.ranks, bool(causes)))}:"] if len(run.ranks) > 1 else []
+    lines += shortened(first.traceback) or [f"{_red(first.ename)}: {first.evalue}"]
+    lines += _others(causes)
+    consequences = {rank: error for rank, error in rest.items() if error.consequence}
+    if consequences:
+        at = sorted({error.line for error in consequences.values() if error.line})
+        line = f" (line{'s' * (len(at) > 1)} {', '.join(map(str, at))})" if at else ""
+        lines.append(f"{named(list(consequences))}: stopped because of that{line}")
+    return lines
+
+
+def shortened(traceback: Sequence[str]) -> list[str]:
+    """A traceback without frames of this package, and only the last few frames of libraries."""
+    kept: list[str] = []
+    library: list[str] = []
+    for frame in traceback:
+        text = _COLOUR.sub("", frame)
+        if _OURS.search(text):
+            continue
+        if _LIBRARY.search(text):
+            library.append(frame)
+            continue
+        kept += [*_few(library), frame]
+        library = []
+    return kept + _few(library)
+
+
+def _few(frames: list[str]) -> list[str]:
+    left_out = len(frames) - MOST_LIBRARY_FRAMES
+    return [f"    ... {left_out} frames in libraries ...", *frames[left_out:]] if left_out > 0 else frames
+
+
+def _same(first: RankError, errors: dict[int, RankError]) -> list[int]:
+    """The ranks that raised what `first` says (numbers may differ)."""
+    key = (first.ename, skeleton(first.evalue), first.line)
+    return sorted(rank for rank, error in errors.items()
+                  if (error.ename, skeleton(error.evalue), error.line) == key and not error.consequence)
+
+
+def _who(same: Sequence[int], ranks: Sequence[int], first: bool) -> str:
+    if list(same) == sorted(ranks):
+        return f"all ranks ({rank_list(same)}) raised this"
+    return f"{named(same)} raised this{' first' if first else ''}"
+
+
+def _where(same: Sequence[int], line: int | None) -> str:
+    return named(same) + (f", line {line}" if line else "")
+
+
+def _others(errors: dict[int, RankError]) -> list[str]:
+    """One line for each different error, ranks with the same one together."""
+    lines: list[str] = []
+    left = dict(sorted(errors.items()))
+    while left:
+        error = next(iter(left.values()))
+        same = _same(error, left) or [error.rank]
+        value = error.evalue.splitlines()[0] if error.evalue else ""
+        line = f" (line {error.line})" if error.line else ""
+        lines.append(f"{named(same)}: {error.ename}{': ' if value else ''}{value}{line}")
+        left = {rank: each for rank, each in left.items() if rank not in same}
+    hidden = len(lines) - MOST_OTHERS
+    return [*lines[:MOST_OTHERS], f"... and {hidden} more: cnb.last_run.errors"] if hidden > 0 else lines
+
+
+def _red(text: str) -> str:
+    return f"\x1b[0;31m{text}\x1b[0m"

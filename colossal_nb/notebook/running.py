@@ -1,0 +1,78 @@
+"""One cell from the first message to the prompt: its output, what is told meanwhile, its summary, its error."""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from colossal_nb.notebook.fold import named
+from colossal_nb.notebook.output import CellOutput
+from colossal_nb.notebook.page import Page, say
+from colossal_nb.run import Output, Pause, RankState, Run
+
+TURN_S = 0.03
+TELL_S = 1.0
+
+
+@dataclass
+class Told:
+    """What the user hears while a cell runs, each once: failures while others go on, waits without an end."""
+
+    run: Run
+    page: Page
+    states: dict[int, RankState] = field(default_factory=dict)
+    notes: int = 0
+    said: set[str] = field(default_factory=set)
+
+    def hear(self, state: RankState) -> None:
+        self.states[state.rank] = state
+
+    def turn(self, seconds: float) -> None:
+        """Say what is due `seconds` after the cell began."""
+        for note in self.run.notes[self.notes:]:
+            say(self.page, note)
+        self.notes = len(self.run.notes)
+        over = [rank for rank, state in self.states.items() if state.state in ("done", "error", "dead")]
+        running = [rank for rank in self.run.ranks if rank not in over]
+        if running and over:
+            self._failure(running, seconds)
+            self._endless([rank for rank in over if self.states[rank].state == "done"], running, seconds)
+
+    def _failure(self, running: list[int], seconds: float) -> None:
+        error = self.run.error
+        if error is not None and seconds - error.time_s >= TELL_S:
+            line = f" (line {error.line})" if error.line else ""
+            self._once("failure", f"rank {error.rank} raised {error.ename}{line}; {named(running)} still "
+                                  f"run{'s' * (len(running) == 1)}: Stop ends the cell")
+
+    def _endless(self, done: list[int], running: list[int], seconds: float) -> None:
+        """All that run wait for others, and somebody has ended the cell: nobody will come."""
+        heard = [self.states[rank] for rank in running if rank in self.states]
+        waiting = [state for state in heard if state.state == "waiting"]
+        if done and len(waiting) == len(running) and seconds - max(state.since_s for state in waiting) >= TELL_S:
+            where = f" ({waiting[0].where})" if waiting[0].where else ""
+            self._once("endless", f"{named(running)} wait{'s' * (len(running) == 1)} in {waiting[0].what}{where} for "
+                                  f"{named(done)}, which finished the cell: this has no end and will be stopped")
+
+    def _once(self, key: str, text: str) -> None:
+        if key not in self.said:
+            self.said.add(key)
+            say(self.page, text)
+
+
+def follow(run: Run, output: CellOutput, page: Page) -> None:
+    """Show a run until it ends, everything that it printed included. Raises nothing about the cell."""
+    told = Told(run, page)
+    told.turn(0.0)
+    begin = turned = time.monotonic()
+    for message in run:
+        now = time.monotonic()
+        if isinstance(message, Output):
+            output.add(message, now)
+        elif isinstance(message, RankState):
+            told.hear(message)
+        if isinstance(message, Pause) or now - turned >= TURN_S:
+            output.turn(now)
+            told.turn(now - begin)
+            turned = now
+    output.finish()
+    told.turn(0.0)

@@ -1,0 +1,244 @@
+"""What each word after `%colossal` does."""
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import colossal_nb
+from colossal_nb.notebook import help as helps
+from colossal_nb.notebook import summary
+from colossal_nb.notebook.arguments import VerbArguments, plain
+from colossal_nb.notebook.export import ExportCell, script
+from colossal_nb.notebook.fold import rank_list
+from colossal_nb.notebook.magics import Notebook, PastCell, Verb, describe_ranks
+from colossal_nb.notebook.options import VERBS
+from colossal_nb.notebook.page import say
+from colossal_nb.plan.strategy import Strategy
+from colossal_nb.record import measures
+from colossal_nb.run import Run
+
+
+def start(notebook: Notebook, arguments: VerbArguments) -> None:
+    _no_words(arguments)
+    before = notebook.session.engines
+    wanted = arguments.options.get("-n")
+    if wanted is not None and wanted < before:
+        raise ValueError(f"{before} engines run already; fewer need %colossal stop first (their variables are lost)")
+    say(notebook.page, _engines(notebook.session.start(wanted)))
+
+
+def status(notebook: Notebook, arguments: VerbArguments) -> None:
+    _no_words(arguments)
+    state = notebook.session.status()
+    say(notebook.page, _engines(state))
+    if state.members:
+        rows = [(str(rank), str(pid), phase) for rank, pid, phase in state.members]
+        notebook.page.display(summary.table(("rank", "process", "state"), rows))
+    for death in state.deaths:
+        say(notebook.page, f"rank {death.rank} was lost: {death.how}")
+
+
+def _engines(state: Any) -> str:
+    if not state.engines:
+        return "no engines run; the first %%colossal cell starts them" + (" (warmed up)" if state.warm else "")
+    threads = f"{state.threads} thread{'s' * (state.threads != 1)} each"
+    return f"{state.engines} engine{'s' * (state.engines != 1)}, {threads}"
+
+
+def stop(notebook: Notebook, arguments: VerbArguments) -> None:
+    _no_words(arguments)
+    ran = notebook.session.engines
+    notebook.session.stop()
+    notebook.forget()
+    say(notebook.page, f"stopped {ran} engine{'s' * (ran != 1)}" if ran else "no engines run")
+
+
+def restart(notebook: Notebook, arguments: VerbArguments) -> None:
+    _no_words(arguments)
+    rank = arguments.options.get("--rank")
+    if not notebook.session.engines:
+        raise ValueError("no engines run; %colossal start starts them")
+    notes = notebook.session.restart(rank)
+    notebook.forget()
+    for note in notes or [f"{notebook.session.engines} new engines; the variables of the old ones are gone"]:
+        say(notebook.page, note)
+
+
+def push(notebook: Notebook, arguments: VerbArguments) -> None:
+    wanted = _names(arguments, "push", "batch model_config")
+    here = notebook.shell.user_ns
+    lacking = [name for name in wanted if name not in here]
+    if lacking:
+        raise NameError(f"there is no {', '.join(lacking)} here to push")
+    notebook.session.push({name: here[name] for name in wanted})
+    notebook.known.update(wanted)
+    say(notebook.page, f"pushed {', '.join(wanted)} to {notebook.session.engines} ranks")
+
+
+def pull(notebook: Notebook, arguments: VerbArguments) -> None:
+    for name in _names(arguments, "pull", "losses"):
+        notebook.pull(name, arguments.options.get("--rank") or 0)
+
+
+def report(notebook: Notebook, arguments: VerbArguments) -> None:
+    _no_words(arguments)
+    run = _last_run()
+    said = summary.line(run)
+    say(notebook.page, said or f"the last cell ran {summary.duration(run.seconds)} and recorded no training step")
+    layouts = run.record.layouts
+    if len(layouts):
+        notebook.page.display(summary.table(("layout", "tensors", "bytes on a rank", "for example"), _layouts(run)))
+    rows = _per_rank(run)
+    if rows:
+        notebook.page.display(summary.table(("rank", "peak memory", "sent", "waited in collectives"), rows))
+    for note in run.notes:
+        say(notebook.page, note)
+
+
+def _layouts(run: Run) -> list[tuple[str, ...]]:
+    """What was cut how: tensors with the same layout together, as rank 0's first entry of each tensor says."""
+    latest: dict[str, Any] = {}
+    for row in run.record.layouts:
+        if row["rank"] == run.ranks[0]:
+            latest[str(row["tensor"])] = row
+    count: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    example: dict[str, str] = {}
+    for name, row in latest.items():
+        count[str(row["layout"])] += 1
+        size[str(row["layout"])] += int(row["local_bytes"])
+        example.setdefault(str(row["layout"]), f"{name} {row['local_shape']}")
+    return [(layout, str(count[layout]), summary.size(size[layout]), example[layout]) for layout in count]
+
+
+def _per_rank(run: Run) -> list[tuple[str, ...]]:
+    from colossal_nb.plan import sent_bytes
+    record = run.record
+    peaks = measures.peak_memory(record)
+    waits = measures.waits(record)
+    sent: dict[int, float] = defaultdict(float)
+    for (rank, _), count in measures.sent_bytes(record, sent_bytes).items():
+        sent[rank] += float(count)
+    ranks = sorted({*peaks, *sent})
+    return [(str(rank), summary.size(peaks[rank].total_bytes) if rank in peaks else "-", summary.size(sent[rank]),
+             summary.duration(waits.get(rank, 0.0))) for rank in ranks]
+
+
+def who(notebook: Notebook, arguments: VerbArguments) -> None:
+    _no_words(arguments)
+    found = notebook.ranks_names()
+    if not found:
+        say(notebook.page, "no engines run, so there are no variables")
+        return
+    alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, variables in sorted(found.items()):
+        for name, what in variables.items():
+            alike[name, what].append(rank)
+    if not alike:
+        say(notebook.page, "the ranks have no variables")
+        return
+    rows = [(name, what, describe_ranks(ranks, len(found))) for (name, what), ranks in sorted(alike.items())]
+    notebook.page.display(summary.table(("name", "what", "where"), rows))
+
+
+def compare(notebook: Notebook, arguments: VerbArguments) -> None:
+    last = notebook.last()
+    texts = [part.strip() for word in arguments.words for part in word.split(";") if part.strip()]
+    if len(arguments.words) > 1 and not any(";" in word for word in arguments.words):
+        texts = [" ".join(arguments.words)]  # one strategy without quotes
+    if not texts:
+        raise ValueError('compare needs strategies: %colossal compare "dp=4 ; tp=4"')
+    strategies = tuple(Strategy.parse(text) for text in texts)
+    for strategy in strategies:
+        strategy.check()
+    notebook.compare(last.source, "", strategies)
+
+
+def export(notebook: Notebook, arguments: VerbArguments) -> None:
+    if len(arguments.words) != 1:
+        raise ValueError("export needs one file: %colossal export train.py")
+    path = Path(arguments.words[0]).expanduser()
+    if path.suffix != ".py":
+        raise ValueError(f"a script is a .py file: %colossal export {path.with_suffix('.py')}")
+    if path.exists() and "written by %colossal export" not in path.read_text(errors="replace")[:400]:
+        raise ValueError(f"{path} exists and was not written by %colossal export: name another file")
+    chosen, strategy, engines = _chosen(notebook, arguments.options.get("--cells"))
+    path.write_text(script(chosen, str(strategy), engines, path.name))
+    numbers = rank_list(cell.number for cell in chosen)
+    say(notebook.page, f"wrote {path} from cell{'s' * (len(chosen) > 1)} {numbers}; run it with: "
+                       f"torchrun --nproc-per-node {engines} {path}")
+
+
+def _chosen(notebook: Notebook, numbers: tuple[int, ...] | None) -> tuple[list[ExportCell], Strategy, int]:
+    """The cells to write, their one strategy, and its number of engines."""
+    past = {cell.number: cell for cell in notebook.cells}
+    if numbers is None:
+        main = next((cell for cell in reversed(notebook.cells) if cell.ok and cell.strategy is not None), None)
+        if main is None or main.strategy is None:
+            raise ValueError("no %%colossal cell with a strategy has run without an error yet")
+        return _default_cells(notebook.cells, main), main.strategy, main.engines
+    named_cells = [past[number] for number in numbers if number in past]
+    strategies = {cell.strategy for cell in named_cells if cell.strategy is not None}
+    if len(strategies) > 1:
+        said = ", ".join(f"cell {cell.number}: {cell.strategy}" for cell in named_cells if cell.strategy is not None)
+        raise ValueError(f"a script has one strategy; these cells name several ({said})")
+    if not strategies:
+        raise ValueError("none of these cells names a strategy")
+    engines = max(cell.engines for cell in named_cells)
+    return [_from_history(notebook, number) for number in numbers], strategies.pop(), engines
+
+
+def _default_cells(cells: list[PastCell], main: PastCell) -> list[ExportCell]:
+    """Cells that ran well before the last one with a strategy and do not name another; a repeated cell counts once."""
+    chosen: dict[str, PastCell] = {}
+    for cell in cells[: cells.index(main) + 1]:
+        if cell.ok and cell.strategy in (None, main.strategy):
+            chosen.pop(cell.source, None)
+            chosen[cell.source] = cell
+    return [ExportCell(cell.number, cell.source) for cell in chosen.values()]
+
+
+def _from_history(notebook: Notebook, number: int) -> ExportCell:
+    history = notebook.shell.history_manager.input_hist_raw
+    if not 0 < number < len(history):
+        raise ValueError(f"there is no cell {number}; the last one has the number {len(history) - 1}")
+    source = str(history[number])
+    first, _, rest = source.lstrip().partition("\n")
+    return ExportCell(number, rest if first.startswith("%%colossal") else source)
+
+
+def help_on(notebook: Notebook, arguments: VerbArguments) -> None:
+    if not arguments.words:
+        say(notebook.page, helps.line())
+    for word in arguments.words:
+        say(notebook.page, helps.word(plain(word)))
+
+
+def _last_run() -> Run:
+    run = getattr(colossal_nb, "last_run", None)
+    if run is None:
+        raise ValueError("no %%colossal cell has run yet")
+    assert isinstance(run, Run)
+    return run
+
+
+def _names(arguments: VerbArguments, verb: str, example: str) -> list[str]:
+    found = [name for word in arguments.words for name in word.split(",") if name]
+    wrong = [name for name in found if not name.isidentifier()]
+    if wrong or not found:
+        said = f"{', '.join(wrong)}: no name of a variable" if wrong else f"{verb} what?"
+        raise ValueError(f"{said}; for example: %colossal {verb} {example}")
+    return list(dict.fromkeys(found))
+
+
+def _no_words(arguments: VerbArguments) -> None:
+    if arguments.words:
+        example = VERBS[arguments.verb].example
+        raise ValueError(f"%colossal {arguments.verb} takes no {arguments.words[0]!r}; for example: {example}")
+
+
+VERB_FUNCTIONS: dict[str, Verb] = {
+    "start": start, "status": status, "stop": stop, "restart": restart, "push": push, "pull": pull, "report": report,
+    "who": who, "compare": compare, "export": export, "help": help_on,
+}
