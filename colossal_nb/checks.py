@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from colossal_nb.plan import Layout, Replicate, in_flight, schedule
 from colossal_nb.plan.layout import Partial, Shard
 from colossal_nb.plan.schedule import Action, Orders, inputs
-from colossal_nb.record import Record, group_ranks
+from colossal_nb.record import Record, Slice, group_ranks
 from colossal_nb.record.events import CATEGORIES, COLLECTIVES
 from colossal_nb.record.measures import PIPELINE_KINDS, step_of, steps, total_bytes
 from colossal_nb.record.store import Rows
@@ -220,9 +220,9 @@ def communication(record: Record, expected: Calls | None = None) -> Iterator[str
     yield from (f"rank {rank} dropped {number} events" for rank, number in record.dropped.items() if number)
     comm = record.slices[record.slices["group"] != ""]
     calls: dict[tuple[str, int], list[tuple[int, str, int]]] = {}
-    for row in comm:
-        call = (int(row["rank"]), str(row["kind"]), int(row["payload_bytes"]))
-        calls.setdefault((str(row["group"]), int(row["seq"])), []).append(call)
+    for piece in map(Slice._make, comm.tolist()):
+        call = (piece.rank, piece.kind, piece.payload_bytes)
+        calls.setdefault((piece.group, piece.seq), []).append(call)
     for (group, seq), found in sorted(calls.items()):
         kinds = {kind for _, kind, _ in found}
         whole = kinds == {"send", "recv"} or (len(kinds) == 1 and kinds <= set(COLLECTIVES))
@@ -267,7 +267,9 @@ def values(name: str, a: ArrayLike, b: ArrayLike, *, rtol: float, lr: float = 0.
 
 def _last_samples(record: Record) -> dict[int, np.void]:
     """Each rank's last sample of device memory."""
-    return {int(row["rank"]): row for row in record.memory if row["where"] == "device"}
+    device = record.memory[record.memory["where"] == "device"]
+    ranks, from_the_end = np.unique(device["rank"][::-1], return_index=True)
+    return {rank: device[len(device) - 1 - at] for rank, at in zip(ranks.tolist(), from_the_end.tolist(), strict=True)}
 
 
 def _action(row: np.void) -> Action:

@@ -163,7 +163,7 @@ class Frame:
         header = {
             "rank": self.rank,
             "dropped": self.dropped,
-            "names": {str(i): self.names[i] for i in sorted(self._used())},
+            "names": {str(i): self.names[i] for i in self._used()},
             "bytes": {table: len(rows) for table, rows in self.rows.items()},
         }
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -194,10 +194,11 @@ class Frame:
             names[i] = name
         return TABLES[table].decoded(rows, names)
 
-    def _used(self) -> set[int]:
-        used: set[int] = set()
+    def _used(self) -> list[int]:
+        used = np.zeros(max(self.names, default=-1) + 1, bool)
         for table, rows in self.rows.items():
             array = np.frombuffer(rows, TABLES[table].dtype)
             for column in TABLES[table].text:
-                used.update(np.unique(array[column]).tolist())
-        return used
+                used[array[column]] = True
+        numbers: list[int] = np.flatnonzero(used).tolist()
+        return numbers

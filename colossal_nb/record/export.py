@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from colossal_nb.record.events import CATEGORIES, LANES, POINT_TO_POINT, TABLES
+from colossal_nb.record.events import CATEGORIES, LANES, POINT_TO_POINT, TABLES, Mark, Slice
 from colossal_nb.record.store import Record, Rows
 
 if TYPE_CHECKING:
@@ -58,8 +58,9 @@ def tracks(slices: Rows) -> list[int]:
     """For each slice of one lane the number of the track on which it nests with all others there (0 where it can)."""
     found = [0] * len(slices)
     open_ends: list[list[float]] = []
+    starts, ends = slices["t0"].tolist(), slices["t1"].tolist()
     for position in np.lexsort((-slices["t1"], slices["t0"])).tolist():
-        start, end = float(slices["t0"][position]), float(slices["t1"][position])
+        start, end = starts[position], ends[position]
         for stack in open_ends:
             while stack and stack[-1] <= start:
                 stack.pop()
@@ -97,39 +98,35 @@ def _names(record: Record) -> Iterator[dict[str, Any]]:
 
 def _slices(record: Record, zero: float) -> Iterator[dict[str, Any]]:
     for rank, lane, rows, numbers in _by_lane(record):
-        for row, track in zip(rows, numbers, strict=True):
-            yield from _slice(row, {"pid": rank, "tid": _thread(lane, track)}, zero)
+        for row, track in zip(rows.tolist(), numbers, strict=True):
+            yield from _slice(Slice(*row), {"pid": rank, "tid": _thread(lane, track)}, zero)
 
 
-def _slice(row: Any, where: dict[str, int], zero: float) -> Iterator[dict[str, Any]]:
+def _slice(piece: Slice, where: dict[str, int], zero: float) -> Iterator[dict[str, Any]]:
     """One slice, and the end of an arrow if it is half of a message."""
-    start, end = _ns(row["t0"], zero), _ns(row["t1"], zero)
-    kind, microbatch = str(row["kind"]), int(row["microbatch"])
-    event = {**where, "cat": str(row["lane"]), "ts": start / 1e3}
-    args = {column: row[column].item() for column in _ARGS}
-    name = f"{kind}{microbatch}" if microbatch >= 0 else kind
+    start, end = _ns(piece.t0, zero), _ns(piece.t1, zero)
+    event = {**where, "cat": piece.lane, "ts": start / 1e3}
+    name = f"{piece.kind}{piece.microbatch}" if piece.microbatch >= 0 else piece.kind
+    args = {column: getattr(piece, column) for column in _ARGS}
     yield {"ph": "X", "name": name, **event, "dur": (end - start) / 1e3, "args": args}
-    if kind in POINT_TO_POINT:
-        arrow = {"name": "message", "id": f"{row['group']} {row['seq']}", **event}
-        yield {"ph": "s", **arrow} if kind == "send" else {"ph": "f", "bp": "e", **arrow}
+    if piece.kind in POINT_TO_POINT:
+        arrow = {"name": "message", "id": f"{piece.group} {piece.seq}", **event}
+        yield {"ph": "s", **arrow} if piece.kind == "send" else {"ph": "f", "bp": "e", **arrow}
 
 
 def _counters(record: Record, zero: float) -> Iterator[dict[str, Any]]:
-    for row in record.memory:
-        sizes = {category: int(row[category]) for category in CATEGORIES}
-        name = f"memory ({row['where']})"
-        yield {"ph": "C", "pid": int(row["rank"]), "name": name, "ts": _ns(row["t"], zero) / 1e3, "args": sizes}
+    for rank, t, where, _, *sizes in record.memory.tolist():
+        args = dict(zip(CATEGORIES, sizes, strict=True))
+        yield {"ph": "C", "pid": rank, "name": f"memory ({where})", "ts": _ns(t, zero) / 1e3, "args": args}
 
 
 def _instants(record: Record, zero: float) -> Iterator[dict[str, Any]]:
-    for row in record.marks:
-        value = float(row["value"])
-        args = {"step": int(row["step"])} | ({} if math.isnan(value) else {str(row["name"]): value})
-        name = f"step {row['step']} {row['phase']}"
-        yield {"ph": "i", "s": "p", "pid": int(row["rank"]), "tid": 0, "name": name,
-               "ts": _ns(row["t"], zero) / 1e3, "args": args}  # fmt: skip
+    for mark in map(Mark._make, record.marks.tolist()):
+        args = {"step": mark.step} | ({} if math.isnan(mark.value) else {mark.name: mark.value})
+        event = {"ph": "i", "s": "p", "pid": mark.rank, "tid": 0, "name": f"step {mark.step} {mark.phase}"}
+        yield {**event, "ts": _ns(mark.t, zero) / 1e3, "args": args}
 
 
 def _ns(t: float, zero: float) -> int:
     """Whole nanoseconds since the first event: rounding keeps order, so what nests still nests."""
-    return round((float(t) - zero) * 1e9)
+    return round((t - zero) * 1e9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from colossal_nb.record.store import Record, Rows
 PIPELINE_KINDS = ("F", "B", "I", "W", "R")
 SYNCHRONOUS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
 WireModel = Callable[[str, int, int], Fraction]  # (operation, ranks, payload bytes) -> bytes sent per rank
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,16 @@ def bubbles(record: Record) -> list[float]:
     T runs from the first start to the last end of the step's pipeline slices on any rank. A step without them counts
     as nan.
     """
-    where = step_of(record)
-    return [_bubble(record.slices[where == position]) for position in range(len(steps(record)))]
+    return [_bubble(slices) for slices in _pipeline_by_step(record)]
 
 
 def bubble(record: Record) -> float | None:
     """The bubble over all steps that measure speed, weighted by their time; None without a pipeline (two stages)."""
-    slices = record.slices[_pipeline(record.slices)]
-    if len(np.unique(slices["stage"])) < 2:
+    pieces = _pipeline_by_step(record)
+    timed = [piece for piece, step in zip(pieces, steps(record), strict=True) if not step.metered] or pieces
+    if len({stage for piece in pieces for stage in np.unique(piece["stage"]).tolist()}) < 2:
         return None
-    pairs = [(_span(slices[step_of(record, slices) == k]), value) for k, value in _timed(record, bubbles(record))]
-    known = [(span, value) for span, value in pairs if not np.isnan(value)]
+    known = [(_span(piece), _bubble(piece)) for piece in timed if len(piece)]
     whole = sum(span for span, _ in known)
     return sum(span * value for span, value in known) / whole if whole > 0 else None
 
@@ -100,7 +99,7 @@ def waits(record: Record) -> dict[int, float]:
     """
     chosen = record.slices[np.isin(record.slices["kind"], SYNCHRONOUS) & (record.slices["seq"] >= 0)]
     seconds = dict.fromkeys(record.ranks, 0.0)
-    _, call = np.unique(chosen[["group", "seq", "kind"]], return_inverse=True)
+    call = _numbered(chosen, "group", "seq", "kind")
     duration = chosen["t1"] - chosen["t0"]
     shortest = np.full(call.max(initial=-1) + 1, np.inf)
     np.minimum.at(shortest, call, duration)
@@ -112,11 +111,12 @@ def waits(record: Record) -> dict[int, float]:
 def sent_bytes(record: Record, model: WireModel) -> dict[tuple[int, str], Fraction]:
     """Bytes that each rank sent by kind of operation, under a wire model (`plan.sent_bytes`); exact."""
     chosen = record.slices[record.slices["group"] != ""]
-    keys, counts = np.unique(chosen[["rank", "kind", "group", "payload_bytes"]], return_counts=True)
+    call = _numbered(chosen, "rank", "kind", "group", "payload_bytes")
+    _, first, counts = np.unique(call, return_index=True, return_counts=True)
     sent: dict[tuple[int, str], Fraction] = {}
-    for (rank, kind, group, payload_bytes), number in zip(keys.tolist(), counts.tolist(), strict=True):
-        bytes_sent = number * model(kind, len(group_ranks(group)), payload_bytes)
-        sent[rank, kind] = sent.get((rank, kind), Fraction(0)) + bytes_sent
+    for row, number in zip(chosen[first], counts.tolist(), strict=True):
+        rank, kind, ranks = int(row["rank"]), str(row["kind"]), len(group_ranks(str(row["group"])))
+        sent[rank, kind] = sent.get((rank, kind), Fraction(0)) + number * model(kind, ranks, int(row["payload_bytes"]))
     return sent
 
 
@@ -196,28 +196,33 @@ def _merged(windows: tuple[StepTime, ...]) -> StepTime:
     )
 
 
-def _timed(record: Record, values: list[float]) -> list[tuple[int, float]]:
-    """The values of steps that measure speed, with the step's position; of all steps if every one was metered."""
-    found = list(enumerate(values))
-    speed = [(k, value) for k, value in found if not steps(record)[k].metered]
-    return speed or found
+def _pipeline_by_step(record: Record) -> list[Rows]:
+    """The pipeline slices of each step."""
+    slices = record.slices[np.isin(record.slices["kind"], PIPELINE_KINDS) & (record.slices["stage"] >= 0)]
+    where = step_of(record, slices)
+    order = np.argsort(where, kind="stable")
+    edges = np.searchsorted(where[order], np.arange(len(steps(record)) + 1))
+    return [slices[order[start:stop]] for start, stop in pairwise(edges.tolist())]
 
 
 def _bubble(slices: Rows) -> float:
-    mine = slices[_pipeline(slices)]
-    ranks = _ranks(mine)
-    span = _span(mine)
-    total = sum(covered(mine[mine["rank"] == rank]) for rank in ranks)
+    ranks = _ranks(slices)
+    span = _span(slices)
+    total = sum(covered(slices[slices["rank"] == rank]) for rank in ranks)
     return 1.0 - total / (len(ranks) * span) if span > 0 else float("nan")
+
+
+def _numbered(rows: Rows, *columns: str) -> NDArray[np.int64]:
+    """A number per row, the same for rows that agree in these columns."""
+    number = np.zeros(len(rows), np.int64)
+    for column in columns:
+        values, code = np.unique(rows[column], return_inverse=True)
+        _, number = np.unique(number * len(values) + code, return_inverse=True)
+    return number
 
 
 def _span(slices: Rows) -> float:
     return float(slices["t1"].max() - slices["t0"].min()) if len(slices) else 0.0
-
-
-def _pipeline(slices: Rows) -> Mask:
-    mask: Mask = np.isin(slices["kind"], PIPELINE_KINDS) & (slices["stage"] >= 0)
-    return mask
 
 
 def _ranks(rows: Rows) -> list[int]:
