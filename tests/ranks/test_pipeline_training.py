@@ -1,0 +1,260 @@
+"""Pipelines on real ranks: gradients, updates and outputs equal the whole model's; what is sent is what is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pipeline_models as zoo
+import pytest
+import torch
+from torch import Tensor, nn
+
+from colossal_nb.parallel import pipeline
+from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.structure import leaves
+from colossal_nb.parallel.world import World
+from colossal_nb.plan import Mesh, Strategy
+from colossal_nb.record.store import RecordBuilder
+
+SIZES = (3, 2, 2, 3)  # samples per microbatch: they may differ, and so may their order
+
+
+def loss_of(output: Any, number: int) -> tuple[Tensor, float]:
+    """A weight of its own for every element, so that no gradient is zero by symmetry."""
+    total = torch.zeros((), dtype=torch.float64)
+    for leaf in leaves(output):
+        total = total + (leaf * torch.linspace(-3, 4, leaf.numel(), dtype=leaf.dtype).view_as(leaf).sin()).sum()
+    return total * (1 + number), total.item()
+
+
+def whole_step(model: nn.Module, batches: list[zoo.Batch]) -> list[float]:
+    kept = []
+    for number, (args, kwargs) in enumerate(batches):
+        loss, value = loss_of(model(*copy.deepcopy(args), **kwargs), number)
+        loss.backward()
+        kept.append(value)
+    return kept
+
+
+def worst(model: nn.Module, whole: nn.Module, held: set[str], what: str) -> float:
+    pairs = [(name, p, q) for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True)]
+    largest = 0.0
+    for name, p, q in pairs:
+        if name not in held:
+            continue
+        a, b = (p.grad, q.grad) if what == "grad" else (p.detach(), q.detach())
+        if b is None:
+            assert a is None
+            continue
+        assert a is not None, name
+        largest = max(largest, ((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item())
+    return largest
+
+
+def train(name: str, text: str, steps: int = 2) -> dict[str, Any]:
+    """Train both for some steps, evaluate, and say how they differ on this rank."""
+    world = World.current()
+    strategy = Strategy.parse(text).filled(world.world_size)
+    mesh = strategy.mesh(world.world_size)
+    model = zoo.build(name)
+    whole = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    identities = [id(p) for p in model.parameters()]
+    shapes = [p.shape for p in model.parameters()]
+    parallel = pipeline.apply(model, mesh, strategy, zoo.batch(name, 2, seed=7))
+    assert identities == [id(p) for p in model.parameters()]
+    held = set(parallel.stages[parallel.number])
+    found: dict[str, Any] = {"grad": 0.0, "weights": 0.0, "held": sorted(held)}
+    for step in range(steps):
+        batches = [zoo.batch(name, samples, seed=10 * step + n) for n, samples in enumerate(SIZES)]
+        expected = whole_step(whole, batches)
+        kept = parallel.run_step(batches, loss_of)
+        if parallel.stage.is_last:
+            assert kept == pytest.approx(expected, rel=1e-12)
+        else:
+            assert kept == []
+        found["grad"] = max(found["grad"], worst(model, whole, held, "grad"))
+        for each in (optimizer, whole_optimizer):
+            each.step()
+            each.zero_grad()
+        found["weights"] = max(found["weights"], worst(model, whole, held, "weights"))
+    for p, (parameter, shape) in zip(
+        model.named_parameters(), zip(model.parameters(), shapes, strict=True), strict=True
+    ):
+        assert parameter.shape == shape
+        if p[0] not in held:
+            assert parameter.isnan().all()
+            assert parameter.untyped_storage().nbytes() == parameter.element_size()
+            assert parameter.grad is None
+    found["outputs"] = evaluate(parallel, model, whole, name)
+    return found
+
+
+def evaluate(parallel: pipeline.Pipeline, model: nn.Module, whole: nn.Module, name: str) -> float:
+    """The outputs of an unseen size, in eval mode; running statistics were kept where the unit runs."""
+    for name_of, buffer in whole.named_buffers():
+        if parallel.split.buffers[name_of] == parallel.number:
+            assert torch.allclose(dict(model.named_buffers())[name_of], buffer, rtol=1e-10)
+    model.eval()
+    whole.eval()
+    batches = [zoo.batch(name, samples, seed=90) for samples in (5, 1)]
+    outputs = parallel.forward_only(batches)
+    if not parallel.stage.is_last:
+        assert outputs == []
+        return 0.0
+    with torch.no_grad():
+        expected = [whole(*copy.deepcopy(args), **kwargs) for args, kwargs in batches]
+    pairs = zip(leaves(outputs), leaves(expected), strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_two_stages_train_like_the_whole_model(ranks: Any, name: str) -> None:
+    for found in ranks(2).run(train, name, "pp=2 microbatches=4"):
+        assert found["grad"] <= 1e-10
+        assert found["weights"] <= 1e-10
+        assert found["outputs"] <= 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpt", "tied gpt", "u-net", "tuples", "one block four times", "branch on a value"])
+def test_four_stages_train_like_the_whole_model(ranks: Any, name: str, schedule: str) -> None:
+    results = ranks(4).run(train, name, f"pp=4 microbatches=4 schedule={schedule}")
+    for found in results:
+        assert found["grad"] <= 1e-10
+        assert found["weights"] <= 1e-10
+        assert found["outputs"] <= 1e-10
+    assert {held for found in results for held in found["held"]} == {n for n, _ in zoo.build(name).named_parameters()}
+
+
+def test_two_replicas_run_a_chain_each(ranks: Any) -> None:
+    for found in ranks(4).run(train, "tied gpt", "dp=2 pp=2 microbatches=4"):
+        assert found["grad"] <= 1e-10
+        assert found["outputs"] <= 1e-10
+
+
+def layouts(name: str) -> dict[str, Any]:
+    world = World.current()
+    strategy = Strategy.parse("pp=4 microbatches=4").filled(4)
+    mesh = strategy.mesh(4)
+    model = zoo.build(name)
+    parallel = pipeline.apply(model, mesh, strategy, zoo.batch(name, 2), pruned=False)
+    assert not any(p.isnan().any() for p in model.parameters())
+    parallel.prune()
+    found = {}
+    for parameter_name, p in model.named_parameters():
+        layout = layout_of(p)
+        assert layout is not None
+        found[parameter_name] = str(layout.placement("pp"))
+        assert (layout.slices(world.rank) is None) == bool(p.isnan().all())
+        assert layout.global_shape == tuple(p.shape)
+    return found
+
+
+def test_layouts_say_which_stages_hold_a_parameter(ranks: Any) -> None:
+    results = ranks(4).run(layouts, "tied gpt")
+    assert all(found == results[0] for found in results)
+    assert results[0]["blocks.2.up.weight"] == "On(coordinate=2, copies=())"
+    assert results[0]["token.weight"] == "On(coordinate=0, copies=(3,))"
+    shared = ranks(4).run(layouts, "one block four times")[0]
+    assert shared["blocks.0.up.weight"] == "Replicate()"
+
+
+def recorded(name: str, text: str) -> list[tuple[Any, ...]]:
+    world = World.current()
+    strategy = Strategy.parse(text).filled(world.world_size)
+    model = zoo.build(name)
+    parallel = pipeline.apply(model, strategy.mesh(world.world_size), strategy, zoo.batch(name, 2))
+    batches = [zoo.batch(name, 2, seed=n) for n in range(4)]
+    parallel.run_step(batches, loss_of)
+    world.recorder.drain()
+    parallel.run_step(batches, loss_of)
+    builder = RecordBuilder()
+    builder.feed(world.recorder.drain())
+    slices = builder.record().slices
+    return [(s["kind"], int(s["stage"]), int(s["microbatch"]), int(s["payload_bytes"]), s["of"]) for s in slices]
+
+
+ONE_FORWARD_ONE_BACKWARD = (
+    "F0F1F2F3B0B1B2B3",
+    "F0F1F2B0F3B1B2B3",
+    "F0F1B0F2B1F3B2B3",
+    "F0B0F1B1F2B2F3B3",
+)
+
+
+def test_a_gpt_step_sends_one_activation_and_one_gradient_per_cut_and_microbatch(ranks: Any) -> None:
+    activation = 2 * zoo.LENGTH * zoo.WIDTH * 8  # samples x tokens x width, float64
+    results = ranks(4).run(recorded, "gpt", "pp=4 microbatches=4")
+    for stage, slices in enumerate(results):
+        kinds = Counter(kind for kind, *_ in slices)
+        inner = (stage > 0) + (stage < 3)
+        assert kinds == Counter({"F": 4, "B": 4, "send": 4 * inner, "recv": 4 * inner})
+        assert {payload for kind, *_, payload, _ in slices if kind in ("send", "recv")} == {activation}
+        order = "".join(f"{kind}{microbatch}" for kind, _, microbatch, *_ in slices if kind in "FB")
+        assert order == ONE_FORWARD_ONE_BACKWARD[stage]
+        assert {s for kind, s, *_ in slices if kind in "FB"} == {stage}
+
+
+def test_tied_weights_add_one_all_reduce_between_their_stages(ranks: Any) -> None:
+    results = ranks(4).run(recorded, "tied gpt", "pp=4 microbatches=4")
+    reduces = [[s for s in slices if s[0] == "all_reduce"] for slices in results]
+    assert [len(found) for found in reduces] == [1, 0, 0, 1]
+    assert reduces[0][0][3] == zoo.VOCABULARY * zoo.WIDTH * 8
+
+
+def accumulates() -> tuple[float, bool]:
+    """Gradients are added to what was there, also those of shared parameters."""
+    world = World.current()
+    strategy = Strategy.parse("pp=2 microbatches=2").filled(2)
+    model = zoo.build("tied gpt")
+    whole = copy.deepcopy(model)
+    parallel = pipeline.apply(model, strategy.mesh(2), strategy, zoo.batch("tied gpt", 2))
+    batches = [zoo.batch("tied gpt", 2, seed=n) for n in range(2)]
+    for _ in range(3):
+        parallel.run_step(batches, loss_of)
+        whole_step(whole, batches)
+    held = set(parallel.stages[world.rank])
+    return worst(model, whole, held, "grad"), "token.weight" in held
+
+
+def test_gradients_are_added_to_older_ones(ranks: Any) -> None:
+    for difference, has_tied in ranks(2).run(accumulates):
+        assert has_tied
+        assert difference <= 1e-10
+
+
+def refused(stages: int) -> str:
+    strategy = Strategy.parse(f"pp={stages}")
+    try:
+        pipeline.apply(zoo.build("gpt"), Mesh({"pp": stages}), strategy, zoo.batch("gpt", 2), cuts=["nowhere"])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_refusal_is_the_same_on_all_ranks(ranks: Any) -> None:
+    texts = ranks(2).run(refused, 2)
+    assert "nowhere" in texts[0]
+    assert texts[0] == texts[1]
+
+
+def borders_met() -> list[tuple[int, int]]:
+    strategy = Strategy.parse("pp=2 microbatches=2").filled(2)
+    met: list[tuple[int, int]] = []
+    parallel = pipeline.apply(zoo.build("mlp"), strategy.mesh(2), strategy, zoo.batch("mlp", 2))
+    parallel.run_step(
+        [zoo.batch("mlp", 2, seed=n) for n in range(2)], loss_of, borders=lambda n, site: met.append((n, site))
+    )
+    return met
+
+
+def test_borders_around_units_have_the_same_numbers_on_every_stage(ranks: Any) -> None:
+    first, last = ranks(2).run(borders_met)
+    assert {site for _, site in first} >= {0, 1, 2, 3, 4}
+    assert (0, 0) in last
+    assert max(site for _, site in last) == 8  # after the fourth unit
+    assert 1 not in {site for _, site in last}  # unit 0 runs on the first stage alone
