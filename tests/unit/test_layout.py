@@ -58,6 +58,7 @@ def test_mesh_2_4_one_dim_sharded_twice_leaves_the_last_rank_empty():
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
+@settings(deadline=None)
 def test_uneven_cut_follows_array_split(size, parts):
     expected = [part.tolist() for part in np.array_split(np.arange(size), parts)]
     assert [list(cut(range(size), parts, part)) for part in range(parts)] == expected
@@ -90,6 +91,7 @@ def test_json_round_trip(layout):
 
 
 @given(st.lists(st.integers(0, 30), unique=True))
+@settings(deadline=None)
 def test_runs_round_trip(indices):
     assert from_runs(to_runs(normal(indices))) == normal(indices)
     assert list(normal(indices)) == indices
