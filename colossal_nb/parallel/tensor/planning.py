@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from colossal_nb.parallel.structure import rebuild
 from colossal_nb.parallel.tensor.proof import prove
 from colossal_nb.parallel.tensor.rules import Rules
 from colossal_nb.parallel.tensor.values import Pair, TensorPlan
-from colossal_nb.parallel.trace import trace
+from colossal_nb.parallel.trace import Trace, trace
 from colossal_nb.plan.mesh import Mesh
 from colossal_nb.plan.strategy import Strategy
 
+FEW_TOKENS = 3
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -37,18 +41,32 @@ def plan(model: nn.Module, mesh: Mesh, strategy: Strategy, example: Example) -> 
 
 def unproved(model: nn.Module, mesh: Mesh, example: Example) -> TensorPlan:
     """What the rules say; no communication."""
-    args, kwargs = example
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            record = trace(model, args, kwargs)
-            rules = Rules(model, record, mesh.axis_size("tp"))
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad():
+        rules = Rules(model, _short_trace(model, example), mesh.axis_size("tp"))
     pairs = tuple(rules.pairs)
     plan = TensorPlan(mesh, "tp", pairs, tuple(rules.vocabulary), _copied(model, pairs), tuple(rules.whole.items()))
     return replace(plan, share=_share(model, plan))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside the block dropout is off in every module; afterwards each is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _short_trace(model: nn.Module, example: Example) -> Trace:
+    """The record of a forward on few tokens where the model takes that: probing repeats it for every feature."""
+    short = rebuild(example, lambda x: x[:, :FEW_TOKENS] if x.ndim == 2 and not x.is_floating_point() else x)
+    try:
+        return trace(model, *short)
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return trace(model, *example)
 
 
 def _copied(model: nn.Module, pairs: tuple[Pair, ...]) -> tuple[str, ...]:

@@ -145,9 +145,12 @@ def _moved(
         return tensor[:1].expand(rows, *tensor.shape[1:]).clone() if same else tensor.clone()
 
     values = {name: spread(value) for name, value in region.values.items()}
-    for number, (name, feature) in enumerate(pushed):
-        at = values[name][number + 1, ..., feature] if batched else values[name][..., feature]
-        at += push * torch.randn(at.shape, generator=generator).to(at)
+    for name, value in values.items():
+        own = [(row, feature) for row, (owner, feature) in enumerate(pushed, start=1) if owner == name]
+        if own:
+            at = tuple(torch.tensor(own).T) if batched else (slice(None), torch.tensor([feature for _, feature in own]))
+            place = (at[0], ..., at[1])
+            value[place] += push * torch.randn(value[place].shape, generator=generator).to(value)
     try:
         arrived = region.run(values, spread)
     except (RuntimeError, ValueError, IndexError):

@@ -81,6 +81,11 @@ class ShardedLogits(Tensor):
         args, kwargs = _gathered((args, kwargs or {}), str(func))
         return func(*args, **kwargs)
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the whole logits are here already."""
+        return self._whole is not None
+
     def whole(self) -> Tensor:
         """All classes, on every rank; gathered at the first use. Collective."""
         graph = torch.is_grad_enabled()
@@ -193,10 +198,10 @@ def _gathered(value: Any, name: str) -> Any:
             return tensor
         rows, notes = tensor.rows, World.current().notes
         note = (
-            f"the logits of {rows.name or 'the model'} lie on {len(rows.bounds)} ranks and were gathered for {name} "
-            "(cross_entropy needs no gathering)"
+            f"the logits of {rows.name or 'the model'} lie on {len(rows.bounds)} ranks and were gathered for {name}; "
+            "a plain cross_entropy of class indices needs no gathering"
         )
-        if note not in notes:
+        if not tensor.is_gathered and note not in notes:
             notes.append(note)
         return tensor.whole()
 
