@@ -54,12 +54,19 @@ class RankState:
     where: str = ""
 
 
-Message = Output | Events | RankState
+@dataclass(frozen=True)
+class Pause:
+    """Nothing has arrived for a moment: time to show what did, `time_s` after the cell began."""
+
+    time_s: float
+
+
+Message = Output | Events | RankState | Pause
 
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception (or the death) of one rank. `line` is the line in the cell; `consequence`: another rank caused it."""
+    """An exception (or the death) of one rank. `line`: the line in the cell; `consequence`: another rank caused it."""
 
     rank: int
     ename: str
@@ -162,8 +169,7 @@ class Run:
     def summary(self) -> Summary:
         """Figures for the line under the cell, all of them read from the record."""
         if self._summary is None or self.status == "running":
-            from colossal_nb import summary
-            self._summary = summary.of(self)
+            self._summary = _summarize(self)
         return self._summary
 
     def slices(self) -> pandas.DataFrame:
@@ -191,3 +197,25 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.status}, {len(self.ranks)} ranks, {self.seconds:.2f} s>"
+
+
+def _summarize(run: Run) -> Summary:
+    """Peak is the largest on any rank, bytes sent those of all ranks together, the loss that of the last step."""
+    from colossal_nb.plan import sent_bytes
+    from colossal_nb.record import measures
+    record = run.record
+    peaks = measures.peak_memory(record)
+    top = max(peaks, key=lambda rank: peaks[rank].total_bytes, default=None)
+    sent = measures.sent_bytes(record, sent_bytes)
+    losses = measures.losses(record)
+    return Summary(
+        engines=len(run.ranks),
+        strategy=run.title or (str(run.strategy) if run.strategy is not None else ""),
+        seconds=run.seconds,
+        peak_bytes=None if top is None else peaks[top].total_bytes,
+        peak_rank=top,
+        bubble=measures.bubble(record),
+        sent_bytes=int(sum(sent.values())) if sent else None,
+        steps=len(measures.steps(record)),
+        loss=losses[max(losses)] if losses else None,
+    )

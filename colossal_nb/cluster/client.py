@@ -49,6 +49,7 @@ class Death:
     """How one rank ended, in words, and the last it wrote to its log."""
 
     rank: int
+    life: int
     pid: int
     how: str
     log: str
@@ -105,9 +106,10 @@ class Client:
         elif frame.kind == "rank":
             self._seen(body)
         elif frame.kind == "death":
-            death = Death(body["rank"], body["pid"], body["how"], body["log"], time.perf_counter())
+            death = Death(body["rank"], body["life"], body["pid"], body["how"], body["log"], time.perf_counter())
             self.deaths.append(death)
-            self.members[death.rank] = Member(death.rank, phase="dead" if body["phase"] == "ready" else "failed")
+            phase = "dead" if body["phase"] == "ready" else "failed"
+            self.members[death.rank] = Member(death.rank, death.life, phase)
             return [death]
         elif frame.kind == "regrouped":
             self.epoch, self.regrouping, self.unresponsive = body["epoch"], False, body["missing"]

@@ -10,12 +10,12 @@ import json
 import os
 import uuid
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import zmq
 
-from colossal_nb.cluster.wire import unlimited
+from colossal_nb.cluster.wire import arrived, unlimited
 
 _DELIMITER = b"<IDS|MSG>"
 
@@ -34,7 +34,8 @@ class Protocol:
     """Jupyter messages, signed with the cluster's key."""
 
     def __init__(self, connection: dict[str, Any]) -> None:
-        assert connection["signature_scheme"] == "hmac-sha256" and connection["pack"] == "json"
+        assert connection["signature_scheme"] == "hmac-sha256", connection["signature_scheme"]
+        assert connection["pack"] == "json", connection["pack"]
         self._key = connection["key"].encode()
         self.session = uuid.uuid4().hex
         self._count = 0
@@ -47,7 +48,7 @@ class Protocol:
         self._count += 1
         identity = f"{self.session}_{os.getpid()}_{self._count}"
         header = {"msg_id": identity, "msg_type": kind, "username": "colossal_nb", "session": self.session,
-                  "date": datetime.now(timezone.utc).isoformat(), "version": "5.3"}
+                  "date": datetime.now(UTC).isoformat(), "version": "5.3"}
         parts = [json.dumps(each).encode() for each in (header, {}, metadata, content)]
         return identity, [_DELIMITER, self._sign(parts), *parts]
 
@@ -89,7 +90,7 @@ class Door:
     def receive(self, socket: zmq.Socket[bytes]) -> list[Reply]:
         """What has arrived on `shell` or `output`."""
         replies = []
-        while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while arrived(socket):
             reply = self._protocol.read(socket.recv_multipart())
             if reply is not None:
                 replies.append(reply)

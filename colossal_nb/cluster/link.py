@@ -10,7 +10,7 @@ from typing import Any
 
 import zmq
 
-from colossal_nb.cluster.wire import Address, Frame, connect, pack, unpack
+from colossal_nb.cluster.wire import Address, Frame, arrived, connect, pack, unpack
 
 _STOP_LIMIT_S = 3.0
 
@@ -54,7 +54,7 @@ class Link:
     def receive(self) -> list[Frame]:
         """What has arrived."""
         frames = []
-        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while arrived(self.socket):
             frames.append(unpack(self.socket.recv_multipart()))
         return frames
 

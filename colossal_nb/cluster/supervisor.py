@@ -24,7 +24,7 @@ from colossal_nb.cluster.children import Child, ForkServer, start_controller, ta
 from colossal_nb.cluster.door import forget
 from colossal_nb.cluster.host import threads_per_engine, usable_cores
 from colossal_nb.cluster.rendezvous import Rendezvous
-from colossal_nb.cluster.wire import Frame, Listener
+from colossal_nb.cluster.wire import Frame, Listener, arrived
 
 KERNEL = b"kernel"
 _TICK_MS = 200
@@ -108,7 +108,7 @@ class Supervisor:
         self._running = False
 
     def _drain(self) -> None:
-        while self.listener.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while arrived(self.listener.socket):
             received = self.listener.receive()
             if received is None:
                 continue
@@ -191,7 +191,7 @@ class Supervisor:
         for kind in (b"side", b"store"):
             self.rendezvous.leave(_identity(rank, entry.life, kind))
         was_ready = entry.phase == "ready"
-        self._tell("death", rank=rank, pid=answer["pid"], how=answer["how"], phase=entry.phase,
+        self._tell("death", rank=rank, life=entry.life, pid=answer["pid"], how=answer["how"], phase=entry.phase,
                    log=tail(self.directory / f"rank{rank}.log"))
         if rank in self._awaited:
             self._acknowledge(rank)
@@ -215,7 +215,7 @@ class Supervisor:
         elif frame.kind == "phase":
             self._phase(rank, frame.body["phase"], frame.body.get("engine", ""))
         else:
-            self.listener.send(KERNEL, frame.kind, {**frame.body, "rank": rank}, frame.blobs)
+            self.listener.send(KERNEL, frame.kind, {**frame.body, "rank": rank, "life": entry.life}, frame.blobs)
 
     def _phase(self, rank: int, phase: str, engine: str = "") -> None:
         entry = self.ranks[rank]
@@ -243,6 +243,7 @@ def _environment() -> dict[str, str]:
     threads = str(max(1, usable_cores() // 4))
     return {**os.environ, "PYTHONHASHSEED": seed if seed.isdigit() else str(int.from_bytes(os.urandom(3), "big")),
             "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1", "OPENBLAS_NUM_THREADS": threads}
 
 

@@ -73,6 +73,11 @@ def unlimited(socket: Socket) -> None:
     socket.setsockopt(zmq.LINGER, 0)
 
 
+def arrived(socket: Socket) -> bool:
+    """Whether a message can be received without waiting."""
+    return bool(socket.poll(0))
+
+
 class Listener:
     """The supervisor's end: a ROUTER on loopback that admits only the one client key (ZAP)."""
 

@@ -59,7 +59,7 @@ def _redirect(rank: int, directory: str) -> None:
     os.dup2(log, 2)
     os.close(nothing)
     os.close(log)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
 
 
 def _environment(rank: int, order: dict[str, Any]) -> None:

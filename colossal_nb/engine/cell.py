@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from IPython.core.interactiveshell import ExecutionResult, InteractiveShell
 
 from colossal_nb.engine import loops, randomness
 from colossal_nb.plan.strategy import Strategy
@@ -38,7 +38,7 @@ class Cells:
         self._threads = 0
         self._digest = ""
 
-    def run(self, shell: InteractiveShell, source: str, settings: dict[str, Any], *, silent: bool,
+    def run(self, shell: Any, source: str, settings: dict[str, Any], *, silent: bool,
             store_history: bool) -> dict[str, Any]:
         """Run a cell to its end, whatever that is; returns the content of the reply."""
         self._prepare(shell, settings)
@@ -55,7 +55,7 @@ class Cells:
         reply.update(self._finish())
         return reply
 
-    def _prepare(self, shell: InteractiveShell, settings: dict[str, Any]) -> None:
+    def _prepare(self, shell: Any, settings: dict[str, Any]) -> None:
         world = self.world
         self.number = int(settings["cell"])
         self.ranks = tuple(settings["ranks"])
@@ -70,11 +70,13 @@ class Cells:
         if threads and threads != self._threads:
             torch.set_num_threads(threads)
             self._threads = threads
-        self._define(shell.user_ns, (world.strategy or Strategy()).mesh(int(settings["engines"])))
+        size = len(self.ranks) if world.strategy is not None else world.world_size
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
+        self._define(shell.user_ns, size, (world.strategy or Strategy()).mesh(size))
 
-    def _define(self, names: dict[str, Any], mesh: Any) -> None:
+    def _define(self, names: dict[str, Any], size: int, mesh: Any) -> None:
         """rank, world_size and mesh, unless the user has names of their own."""
-        for name, value in zip(INJECTED, (self.world.rank, self.world.world_size, mesh), strict=True):
+        for name, value in zip(INJECTED, (self.world.rank, size, mesh), strict=True):
             if name not in names or (name in self._injected and names[name] is self._injected[name]):
                 names[name] = self._injected[name] = value
 
@@ -94,7 +96,7 @@ class Cells:
         return self._injected
 
 
-def _reply(shell: InteractiveShell, result: ExecutionResult, landed: bool) -> dict[str, Any]:
+def _reply(shell: Any, result: Any, landed: bool) -> dict[str, Any]:
     error = result.error_before_exec or result.error_in_exec
     if error is None and not getattr(shell, "_last_traceback_during_displayhook", False):
         return {"status": "ok"}
@@ -109,21 +111,16 @@ def _reply(shell: InteractiveShell, result: ExecutionResult, landed: bool) -> di
     return {"status": "error", "ename": name, "evalue": value, "traceback": lines, "line": _line(shell, error)}
 
 
-def _line(shell: InteractiveShell, error: BaseException | None) -> int | None:
+def _line(shell: Any, error: BaseException | None) -> int | None:
     """The line of the cell from which the error came: the innermost frame that belongs to the cell."""
     if isinstance(error, SyntaxError) and error.__traceback__ is None:
         return error.lineno
-    name = _cell_file(shell)
+    names = [name for name, number in shell.compile._filename_map.items() if number == shell.execution_count - 1]
     found = None
     trace = error.__traceback__ if error is not None else None
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == name:
+        if trace.tb_frame.f_code.co_filename in names:
             found = trace.tb_lineno
         trace = trace.tb_next
     return found if found is not None else (error.lineno if isinstance(error, SyntaxError) else None)
 
-
-def _cell_file(shell: InteractiveShell) -> str:
-    """The file name under which IPython compiled the newest cell."""
-    names = list(getattr(shell.compile, "_filename_map", {}))
-    return names[-1] if names else ""

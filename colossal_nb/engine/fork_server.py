@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from colossal_nb.cluster.host import describe_exit
@@ -123,11 +124,9 @@ def _kill(pid: int) -> None:
     """End a rank and all in its session's group."""
     try:
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        try:
-            os.kill(pid, signal.SIGKILL)               # it had not become a group of its own yet
-        except ProcessLookupError:
-            pass
+    except (ProcessLookupError, PermissionError):      # it had not become a group of its own yet
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def main(directory: str) -> None:
@@ -144,6 +143,8 @@ def main(directory: str) -> None:
             importlib.import_module(name)
         except ImportError:
             traceback.print_exc()
+    if server.serve(0):
+        importlib.import_module("colossal_nb.engine.rehearsal").rehearse()
     while server.serve():
         pass
     server.close()

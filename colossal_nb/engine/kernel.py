@@ -8,7 +8,7 @@ from typing import Any
 import ipyparallel.engine.app as engine_app
 from ipyparallel.engine.kernel import IPythonParallelKernel
 
-from colossal_nb.engine import prompts
+from colossal_nb.engine import prompts, tracebacks
 from colossal_nb.engine.cell import Cells
 from colossal_nb.engine.loops import PrivateLoop
 from colossal_nb.engine.requests import Requests
@@ -26,6 +26,7 @@ class RankKernel(IPythonParallelKernel):                               # type: i
         self.shell.loop_runner = PrivateLoop()
         self.shell.config.pop("IPKernelApp", None)     # tqdm.auto takes it for a page that can show its widgets
         prompts.install(self.shell)
+        tracebacks.install(self.shell)
         self._requests = Requests(self.shell, self.cells)
         self.shell_handlers["colossal_request"] = self.colossal_request
 
@@ -51,7 +52,7 @@ class RankKernel(IPythonParallelKernel):                               # type: i
         settings = (cell_meta or {}).get(SETTINGS) or {
             "cell": self.shell.execution_count, "ranks": self.cells.world.ranks,
             "engines": self.cells.world.world_size}
-        reply = await _outside_tasks(lambda: self.cells.run(
+        reply: dict[str, Any] = await _outside_tasks(lambda: self.cells.run(
             self.shell, code, settings, silent=silent, store_history=store_history))
         if reply["status"] == "error":
             reply["engine_info"] = self.get_engine_info(method="execute")

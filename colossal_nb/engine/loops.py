@@ -25,12 +25,10 @@ class PrivateLoop:
         asyncio.set_event_loop(self._loop)
         task = self._loop.create_task(coroutine)
         try:
-            return self._loop.run_until_complete(task)
-        except KeyboardInterrupt:
-            task.cancel()                              # IPython's coroutine turns it into the cell's error
-            with suppress(asyncio.CancelledError):
+            with suppress(KeyboardInterrupt):
                 return self._loop.run_until_complete(task)
-            raise
+            task.cancel()                              # IPython's coroutine turns it into the cell's error
+            return self._loop.run_until_complete(task)
         finally:
             asyncio.set_event_loop(outside)
             asyncio._set_running_loop(outside)

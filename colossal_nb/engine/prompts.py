@@ -6,7 +6,6 @@ import sys
 from typing import Any, NoReturn
 
 from IPython.core.error import StdinNotImplementedError, UsageError
-from IPython.core.interactiveshell import InteractiveShell
 
 
 def refuse(what: str) -> NoReturn:
@@ -28,7 +27,7 @@ def _debug(line: str, cell: str | None = None) -> NoReturn:
                      "cnb.last_run.errors; print() and %colossal look show the rest.")
 
 
-def install(shell: InteractiveShell) -> None:
+def install(shell: Any) -> None:
     """Refuse input(), breakpoint(), pdb (which asks by input()), getpass and the debugger's magics."""
     builtins.input = _input
     sys.breakpointhook = _breakpoint

@@ -19,10 +19,11 @@ def states() -> bytes:
     held = np.random.get_state(legacy=False)
     assert isinstance(held, dict)
     numbers = held["state"]
-    version, words, gauss = random.getstate()
+    _version, words, gauss = random.getstate()
     return b"".join((
         _NUMPY.pack(numbers["pos"], held["has_gauss"], held["gauss"]), numbers["key"].tobytes(),
-        _PYTHON.pack(gauss is not None, gauss or 0.0), array("I", words).tobytes(), torch.get_rng_state().numpy()))
+        _PYTHON.pack(gauss is not None, gauss or 0.0), array("I", words).tobytes(),
+        torch.get_rng_state().numpy().tobytes()))
 
 
 def restore(data: bytes) -> None:

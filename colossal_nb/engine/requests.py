@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -23,8 +24,9 @@ class Requests:
     def __init__(self, shell: InteractiveShell, cells: Cells) -> None:
         self._shell = shell
         self._cells = cells
-        self._verbs = {"hello": lambda **_: {}, "names": self.names, "push": self.push, "pull": self.pull,
-                       "copy": self.copy, "paste": self.paste}
+        self._verbs: dict[str, Callable[..., dict[str, Any]]] = {
+            "hello": dict, "names": self.names, "push": self.push, "pull": self.pull, "copy": self.copy,
+            "paste": self.push}
 
     def answer(self, content: dict[str, Any]) -> dict[str, Any]:
         fields = {**content}
@@ -79,15 +81,11 @@ class Requests:
             parcel.write(path, values)
         return {"names": sorted(values), "missing": missing}
 
-    def paste(self, path: str) -> dict[str, Any]:
-        self._shell.user_ns.update(parcel.read(path))
-        return {}
-
 
 def is_parallel(value: Any) -> bool:
     """Whether this is a distributed parameter, or a model or optimizer that holds one."""
     if isinstance(value, torch.nn.Module):
-        tensors = list(value.parameters())
+        tensors: list[Any] = list(value.parameters())
     elif isinstance(value, torch.optim.Optimizer):
         tensors = [each for group in value.param_groups for each in group["params"]]
     else:

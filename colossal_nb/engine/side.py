@@ -101,6 +101,7 @@ class Side(threading.Thread):
         if cell >= self._interrupts.running > 0:
             world.interrupted = True
         if self._interrupts.interrupt(cell):
+            self._state("waiting" if self._waits() else "computing", self._waits())
             self._reason = "interrupted"
             if self._waits():
                 self._abort(self._reason)
@@ -139,9 +140,12 @@ class Side(threading.Thread):
             return
         if (state, what) == self._reported or (state != "waiting" and self._reported[0] != "waiting"):
             return
+        self._state(state, what, first)
+
+    def _state(self, state: str, what: str, since: float = 0.0) -> None:
         self._reported = (state, what)
-        self._send("state", {"state": state, "what": what, "cell": running, "since": first or time.perf_counter(),
-                             "where": self._where()})
+        self._send("state", {"state": state, "what": what, "cell": self._interrupts.running,
+                             "since": since or time.perf_counter(), "where": self._where()})
 
     def _where(self) -> str:
         """The user's line: the innermost frame of a cell in the main thread."""

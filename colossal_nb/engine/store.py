@@ -15,7 +15,7 @@ from colossal_nb.cluster.wire import Address, Frame, connect, pack, unpack
 _SLICE_MS = 50        # how soon a blocked wait notices that it was released
 
 
-class Store(dist.Store):                                             # type: ignore[misc]
+class Store(dist.Store):                                             # type: ignore[misc, name-defined]
     """get, set, wait, add, check, compare_set as gloo and `torch.distributed` need them.
 
     A wait runs in Python, so an interrupt lands in it; `release(reason)` from any thread makes it raise RuntimeError.

@@ -16,7 +16,8 @@ Agree = Callable[[str, float], float]
 
 def install(agree: Agree) -> None:
     """Make IPython's timer agree on the times by which it finds the count; the measured times stay each rank's own."""
-    base: Any = execution.Timer
+    module: Any = execution
+    base: Any = module.Timer
     number = itertools.count()
 
     class AgreedTimer(base):                                           # type: ignore[misc]
@@ -26,4 +27,4 @@ def install(agree: Agree) -> None:
         def repeat(self, repeat: int = 5, loops: int = 1) -> list[float]:
             return [super(AgreedTimer, self).timeit(loops) for _ in range(repeat)]
 
-    execution.Timer = AgreedTimer
+    module.Timer = AgreedTimer

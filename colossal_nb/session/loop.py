@@ -10,7 +10,7 @@ from typing import Any
 from colossal_nb.cluster.client import Client, ClusterLost, Death
 from colossal_nb.cluster.door import Reply
 from colossal_nb.cluster.wire import Frame
-from colossal_nb.run import Events, Message, Output, RankError, RankState, Run
+from colossal_nb.run import Events, Message, Output, Pause, RankError, RankState, Run
 from colossal_nb.session.presses import Presses
 
 RELEASE_AFTER_S = 1.0         # those who wait for a rank that failed
@@ -43,7 +43,7 @@ class Part:
 class CellLoop:
     """Drives one run. `parents`: the id of each rank's request."""
 
-    def __init__(self, client: Client, run: Run, parents: dict[str, int], counts: dict[int, Counts], cell: int,
+    def __init__(self, client: Client, run: Run, parents: dict[str, int], counts: dict[tuple[int, int], Counts], cell: int,
                  timeout_s: float | None) -> None:
         self.client, self.run, self.cell = client, run, cell
         self.presses = Presses()
@@ -52,11 +52,11 @@ class CellLoop:
         self.replies: dict[int, dict[str, Any]] = {}
         self.unsettled = False                         # whether the groups must be rebuilt afterwards
         self._parents, self._counts, self._timeout_s = parents, counts, timeout_s
+        self._lives = {rank: member.life for rank, member in client.members.items()}
         self._pressed = 0
         self._interrupted_at: float | None = None
         self._failed_at: float | None = None
         self._released = False
-        self._dead: set[int] = set()
         self._verdict: tuple[str, str] | None = None   # what the unfinished ranks' errors really are
 
     def now(self) -> float:
@@ -76,12 +76,14 @@ class CellLoop:
                     for message in self._handle(event):
                         self.run.add(message)
                         yield message
+                if not events:
+                    yield Pause(self.now())
                 self._watch()
 
     def _finished(self, part: Part) -> bool:
         if part.over:
             return True
-        counts = self._counts[part.rank]
+        counts = self._counts[part.rank, self._lives[part.rank]]
         return part.replied and part.idle and counts.received >= counts.expected
 
     def unfinished(self) -> list[int]:
@@ -103,7 +105,7 @@ class CellLoop:
         elif reply.kind == "status":
             if rank is not None and reply.content["execution_state"] == "idle":
                 self.parts[rank].idle = True
-        elif reply.rank >= 0:                          # also what an earlier cell's threads still print
+        elif reply.rank >= 0 and (rank is not None or reply.kind != "error"):     # an earlier cell's threads may print
             output = output_of(reply.rank, reply, self.now())
             if output is not None:
                 yield output
@@ -111,7 +113,7 @@ class CellLoop:
     def _frame(self, frame: Frame) -> Iterator[Message]:
         rank = frame.body["rank"]
         if frame.kind == "events":
-            self._counts[rank].received += 1
+            self._counts[rank, frame.body["life"]].received += 1
             yield Events(rank, frame.blobs[0])
         elif frame.kind == "state" and frame.body["cell"] == self.cell and rank in self.parts:
             state = RankState(rank, frame.body["state"], frame.body["what"], frame.body["since"] - self.begin,
@@ -123,10 +125,13 @@ class CellLoop:
         part = self.parts[rank]
         part.replied, part.reply = True, content
         self.replies[rank] = content
-        self._counts[rank].expected += int(content.get("frames", 0))
+        self._counts[rank, self._lives[rank]].expected += int(content.get("frames", 0))
         self.run.notes += [note for note in content.get("notes", []) if note not in self.run.notes]
         if content.get("events"):
             yield Events(rank, base64.b64decode(content["events"]))
+        for page in content.get("payload", []):        # what `name?` shows
+            if page.get("source") == "page":
+                yield Output(rank, "display", self.now(), data=page["data"], metadata={})
         if content["status"] == "error":
             error = self._error(rank, content)
             self.run.errors[rank] = error
@@ -143,13 +148,13 @@ class CellLoop:
                          content.get("raised_at", time.perf_counter()) - self.begin, consequence)
 
     def _death(self, death: Death) -> Iterator[Message]:
-        self._counts[death.rank] = Counts()
-        self._dead.add(death.rank)
+        if self._lives.get(death.rank) != death.life:
+            return                                     # it ended before this cell and has been replaced
         self.unsettled = True
         part = self.parts.get(death.rank)
         if part is not None and not self._finished(part):
-            last = (self.run.outputs[death.rank][-1:] or [None])[0]
-            said = f"; its last output: {last.text.strip()[-200:]}" if last is not None and last.text.strip() else ""
+            text = self.run.text(death.rank).strip()[-200:]
+            said = f"; its last output: {text}" if text else ""
             self.run.errors[death.rank] = RankError(
                 death.rank, "RankDied", f"rank {death.rank} (process {death.pid}) was lost: {death.how}{said}",
                 time_s=death.time - self.begin)
@@ -191,7 +196,8 @@ class CellLoop:
         if done and len(since) == len(waiting) and now > max(since) + DEADLOCK_AFTER_S and not self._released:
             first = self.parts[waiting[0]].state
             assert first is not None
-            text = (f"{_ranks(waiting)} wait in {first.what} (cell {first.where}); {_ranks(done)} finished the cell")
+            verb = "waits" if len(waiting) == 1 else "wait"
+            text = f"{_ranks(waiting)} {verb} in {first.what} (cell {first.where}); {_ranks(done)} finished the cell"
             self._verdict = self._verdict or ("Deadlock", text)
             self._release(text)
 
@@ -223,17 +229,11 @@ class CellLoop:
                 rank, "StillRunning", f"rank {rank} is still in the cell{where}: it runs native code that cannot be "
                 f"interrupted; `%colossal restart --rank {rank}` replaces it", time_s=self.now()))
 
-    def take_late(self) -> list[int]:
-        """After the end of a run: the ranks whose reply has still not come, having looked through the backlog."""
-        for event in self.client.backlog:
-            if isinstance(event, Reply) and event.kind == "execute_reply" and event.parent in self._parents:
-                self.parts[self._parents[event.parent]].replied = True
-        return [rank for rank, part in self.parts.items()
-                if not part.replied and rank not in self._dead]
-
-    def still_running(self) -> list[int]:
-        return [rank for rank, part in self.parts.items()
-                if part.over and not part.replied and self.client.members[rank].phase == "ready"]
+    def still_running(self) -> dict[str, tuple[int, int]]:
+        """The requests that have not come to an end: their ids with (rank, life)."""
+        return {parent: (rank, self._lives[rank]) for parent, rank in self._parents.items()
+                if not self.parts[rank].replied and self.client.members[rank].life == self._lives[rank]
+                and self.client.members[rank].phase == "ready"}
 
 
 def output_of(rank: int, reply: Reply, time_s: float) -> Output | None:

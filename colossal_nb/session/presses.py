@@ -4,7 +4,7 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 
 class Presses:
@@ -18,7 +18,7 @@ class Presses:
     def press(self) -> None:
         self.count += 1
 
-    def __enter__(self) -> Presses:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._signal)
             self._installed = True

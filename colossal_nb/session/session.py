@@ -6,12 +6,14 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from colossal_nb.cluster import parcel
 from colossal_nb.cluster.client import Client, ClusterLost, Death, RankFailed
+from colossal_nb.cluster.door import Reply
 from colossal_nb.plan.strategy import Strategy
 from colossal_nb.run import Message, Run
 from colossal_nb.session.copying import mend
@@ -46,11 +48,11 @@ class Session:
         self._run: Run | None = None
         self._cells = itertools.count(1)
         self._files = itertools.count(1)
-        self._counts: defaultdict[int, Counts] = defaultdict(Counts)
+        self._counts: defaultdict[tuple[int, int], Counts] = defaultdict(Counts)
         self._digests: dict[int, str] = {}
         self._states = ""
         self._grouped: tuple[int, ...] = ()
-        self._stuck: list[tuple[CellLoop, Run]] = []
+        self._late: dict[str, tuple[int, int]] = {}
 
     # the cluster
     def warm(self) -> None:
@@ -127,7 +129,7 @@ class Session:
         client, self._client = self._client, None
         self._loop = self._run = None
         self._counts.clear()
-        self._digests, self._states, self._grouped, self._stuck = {}, "", (), []
+        self._digests, self._states, self._grouped, self._late = {}, "", (), {}
         if client is not None:
             client.close()
 
@@ -143,7 +145,6 @@ class Session:
         life = client.members[rank].life
         client.link.send("restart", ranks=[rank])
         client.until(lambda: client.members[rank].life != life, 10.0, lambda: f"rank {rank} does not end")
-        self._stuck = [(loop, run) for loop, run in self._stuck if loop.still_running() not in ([], [rank])]
         return self._grow(self.engines)
 
     def status(self) -> Status:
@@ -201,7 +202,7 @@ class Session:
                     "threads": max(1, client.link.cores // self.engines)}
         content = {"code": source, "silent": False, "store_history": True, "user_expressions": {},
                    "allow_stdin": False, "stop_on_error": False}
-        parents = {}
+        parents: dict[str, int] = {}
         lead = self._digests.get(0)
         loop = CellLoop(client, run, parents, self._counts, cell, timeout_s)
         for rank in chosen:
@@ -219,6 +220,8 @@ class Session:
             run.notes.append(str(error))
             self._drop()
         except GeneratorExit:
+            if sys.is_finalizing():
+                return
             loop.presses.press()                       # nobody looks any more: end the cell, keep the cluster right
             for _ in loop.messages():
                 pass
@@ -228,15 +231,15 @@ class Session:
 
     def _finish(self, loop: CellLoop, run: Run) -> None:
         """The ranks are brought back into one state before the prompt: replaced, regrouped, acknowledged."""
+        if sys.is_finalizing():
+            return
         run.seconds = loop.now()
         for rank, reply in loop.replies.items():
             self._digests[rank] = reply.get("random", "")
             self._states = reply.get("states") or self._states
-        stuck = loop.still_running() if self._client is not None else []
-        if stuck:
-            self._stuck.append((loop, run))
+        self._late = loop.still_running() if self._client is not None else {}
         try:
-            if self._client is not None and loop.unsettled and not stuck:
+            if self._client is not None and loop.unsettled and not self._late:
                 run.notes += self._grow(self.engines)
                 self._regroup(self._client)
         except (ClusterLost, RankFailed, TimeoutError) as error:
@@ -252,27 +255,23 @@ class Session:
             self._run.stop()
             self._run.wait()
         self._run = None
-        for loop, _run in list(self._stuck):
-            busy = self._await_stuck(loop)
-            if busy:
-                raise RankFailed(f"rank {busy[0]} is still in an earlier cell: wait for it, or replace it with "
-                                 f"`%colossal restart --rank {busy[0]}`")
-            self._stuck.remove((loop, _run))
-            self._regroup(self._cluster())
+        if self._late:
+            client = self._cluster()
+            with suppress(TimeoutError):
+                client.until(lambda: not self._still_late(client), _GRACE_S, lambda: "")
+            late = self._still_late(client)
+            if late:
+                raise RankFailed(f"rank {late[0]} is still in an earlier cell: wait for it, or replace it with "
+                                 f"`%colossal restart --rank {late[0]}`")
+            self._grow(self.engines)
+            self._regroup(client)
 
-    def _await_stuck(self, loop: CellLoop) -> list[int]:
-        """Give the ranks of a stopped cell a moment to come back; returns those that have not."""
-        for part in loop.parts.values():
-            part.over = part.over and part.replied
-        client = self._cluster()
-        try:
-            client.until(lambda: loop.take_late() == [], _GRACE_S, lambda: "")
-        except TimeoutError:
-            pass
-        late = loop.take_late()
-        for rank in late:
-            loop.parts[rank].over = True
-        return late
+    def _still_late(self, client: Client) -> list[int]:
+        """The ranks that have not come back from a cell whose prompt came back without them."""
+        ended = {event.parent for event in client.backlog if isinstance(event, Reply) and event.kind == "execute_reply"}
+        self._late = {parent: (rank, life) for parent, (rank, life) in self._late.items()
+                      if parent not in ended and client.members[rank].life == life}
+        return [rank for rank, _life in self._late.values()]
 
     def interrupt(self) -> None:
         """Stop the running cell, from any thread; nothing happens between cells."""
