@@ -5,6 +5,7 @@ import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from colossal_nb.parallel.group import Group, Released
+from colossal_nb.parallel.ledger import Ledger
 from colossal_nb.parallel.transports.gloo import Endpoint, Gloo, PatientStore
 from colossal_nb.record.recorder import Recorder
 
@@ -88,6 +89,7 @@ class World:
     """This process as a rank.
 
     Attributes: `rank`, `ranks` (the global ranks that work together), `world_size`, `epoch`, `device`, `recorder`,
+    `ledger` (its device's memory, of `capacity_bytes` if given),
     `strategy` (the running cell's default, or None), `notes` (lines to tell the user once), `subset` (the ranks of a
     cell that runs on some alone, or None), `interrupted` (set before an abort that means KeyboardInterrupt).
     """
@@ -105,12 +107,14 @@ class World:
         recorder: Recorder | None = None,
         strategy: "Strategy | None" = None,
         interface: str | None = "lo",
+        capacity_bytes: int | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"a world of {world_size} has ranks 0..{world_size - 1}; {rank} is none of them")
         self.rank, self.ranks, self.store = rank, tuple(range(world_size)), store
         self.device, self.strategy, self.interface = device, strategy, interface
         self.recorder = recorder if recorder is not None else Recorder(rank)
+        self.ledger = Ledger(rank, self.recorder, capacity_bytes)
         self.notes: list[str] = []
         self.subset: frozenset[int] | None = None
         self.interrupted = False
