@@ -108,6 +108,8 @@ class Run:
         self.errors: dict[int, RankError] = {}
         self.seconds = 0.0
         self.interrupted = False
+        self.cell = 0
+        """Its number among all cells that the ranks ran, as in their tracebacks."""
         self.title = ""
         """The strategy for people, a filled axis marked."""
         self._frames: list[bytes] = []

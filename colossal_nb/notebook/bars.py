@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from colossal_nb.notebook.fold import rank_list, skeleton
+from colossal_nb.notebook.digits import skeleton
+from colossal_nb.notebook.fold import rank_list
 
 PER_SECOND = 5.0
 MOST_ROWS = 12

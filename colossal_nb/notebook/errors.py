@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from colossal_nb.notebook.fold import named, rank_list, skeleton
+from colossal_nb.notebook.digits import skeleton
+from colossal_nb.notebook.fold import named, rank_list
 from colossal_nb.run import RankError, Run
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_CELL = re.compile(r"(?<=\bIn)\[(\d+)\]")
 _OURS = re.compile(r"File \S*[/\\]colossal_nb[/\\](?!models|corpus)")
 _LIBRARY = re.compile(r"File \S*[/\\](?:site-packages|lib[/\\]python[0-9.]+)[/\\]")
 MOST_LIBRARY_FRAMES = 2
@@ -33,14 +35,18 @@ def fail(name: str, value: str, lines: Sequence[str] = ()) -> NoReturn:
     raise kind(value, lines or [f"{_red(name)}: {value}"]) from None
 
 
-def fail_for(run: Run) -> NoReturn:
-    """Raise what happened on the ranks of a run that did not end well."""
+def fail_for(run: Run, numbers: Mapping[int, int]) -> NoReturn:
+    """Raise what happened on the ranks of a run that did not end well.
+
+    `numbers`: the ranks' number of a cell -> the notebook's, for "In [3]" in tracebacks.
+    """
     first = run.error
     if run.status == "interrupted" or first is None:
         fail("KeyboardInterrupt", f"stopped on {named(run.ranks)}", interrupted(run))
     where = _where(_same(first, run.errors), first.line)
     value = first.evalue[:LONGEST_VALUE]
-    fail(first.ename, f"{value} ({where})" if value else where, report(run))
+    lines = [_CELL.sub(lambda match: f"[{numbers.get(int(match[1]), match[1])}]", line) for line in report(run)]
+    fail(first.ename, f"{value} ({where})" if value else where, lines)
 
 
 def interrupted(run: Run) -> list[str]:
@@ -58,8 +64,11 @@ def report(run: Run) -> list[str]:
     same = _same(first, run.errors)
     rest = {rank: error for rank, error in run.errors.items() if rank not in same}
     causes = {rank: error for rank, error in rest.items() if not error.consequence}
-    lines = [f"{_red(_who(same, run.ranks, bool(causes)))}:"] if len(run.ranks) > 1 else []
-    lines += shortened(first.traceback) or [f"{_red(first.ename)}: {first.evalue}"]
+    header = bool(first.traceback) and len(run.ranks) > 1
+    lines = [f"{_red(_who(same, run.ranks, bool(causes)))}:"] if header else []
+    lines += shortened(first.traceback)
+    if not lines or first.ename not in lines[-1]:  # a death, or a verdict of ours on why the rank was stopped
+        lines.append(f"{_red(first.ename)}: {first.evalue}")
     lines += _others(causes)
     consequences = {rank: error for rank, error in rest.items() if error.consequence}
     if consequences:

@@ -1,13 +1,10 @@
 """How a row of the ranks' lines is written: marks, and lines that differ only in digits folded to one."""
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
+from colossal_nb.notebook.digits import differing_numbers, skeleton
 from colossal_nb.notebook.merge import Group, Row
-
-_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_SPACES = re.compile(r"\s+")
 
 
 def rank_list(ranks: Iterable[int]) -> str:
@@ -26,16 +23,6 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {rank_list(ranks)}"
 
 
-def skeleton(text: str) -> str:
-    """A line with its numbers and the width of its spaces taken out: equal for lines that differ only in digits."""
-    return _SPACES.sub(" ", _NUMBER.sub("#", text))
-
-
-def differing_numbers(texts: Sequence[str]) -> int:
-    """At how many positions the numbers of lines with equal skeletons differ."""
-    return sum(len(set(column)) > 1 for column in zip(*(_NUMBER.findall(text) for text in texts), strict=True))
-
-
 class Folder:
     """Writes rows of lines for one cell. It remembers what it need not say twice."""
 
@@ -49,9 +36,8 @@ class Folder:
         """The row as (stream, line) pairs; rich output is not for here."""
         if row.late:
             group = row.groups[0]
-            what = "line" if group.item.kind in ("stdout", "stderr") else "output"
-            count = f"{what}" if row.late == 1 else f"{row.late} {what}s"
-            return [("stdout", f"[{rank_list(group.ranks)}] the same {count}")]
+            stream = group.item.kind if group.item.kind in ("stdout", "stderr") else ""
+            return [(stream or "stdout", f"[{rank_list(group.ranks)}] {_late(row, 'line' if stream else 'output')}")]
         return [pair for alike in self._alike(row.groups) for pair in self._write(alike)]
 
     def mark(self, ranks: Sequence[int]) -> str:
@@ -86,3 +72,11 @@ class Folder:
         elif first.ranks == self._ranks and text.strip():
             text += self.same()
         return [(first.item.kind, text)]
+
+
+def _late(row: Row, what: str) -> str:
+    """`the same 3 lines`, `3 alike lines, numbers differ`, or both."""
+    same = row.late - row.alike
+    parts = [f"the same {what}" if same == 1 else f"the same {same} {what}s"] if same else []
+    parts += [f"{row.alike} alike {what}{'s' * (row.alike != 1)}, numbers differ"] if row.alike else []
+    return " and ".join(parts)

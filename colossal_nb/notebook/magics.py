@@ -39,6 +39,8 @@ class Notebook:
         self.session = session
         self.page: Page = page or KernelPage(shell)
         self.cells: list[PastCell] = []
+        self.numbers: dict[int, int] = {}
+        """The ranks' numbers of cells -> the notebook's."""
         self.known: set[str] = set()
         """Names that all ranks are known to have."""
 
@@ -60,7 +62,7 @@ class Notebook:
         if arguments.local:
             self.shell.run_cell(source, store_history=False)
         if run.status != "ok":
-            fail_for(run)
+            fail_for(run, self.numbers)
 
     def run(self, source: str, line: str, arguments: CellArguments) -> Run:
         """One run, shown as it goes, with its summary line."""
@@ -94,7 +96,7 @@ class Notebook:
         say(self.page, f"the ranks keep the variables of the last run, {runs[-1].title or runs[-1].strategy}")
         for run in runs:
             if run.status != "ok":
-                fail_for(run)
+                fail_for(run, self.numbers)
         return runs
 
     # %colossal
@@ -126,6 +128,7 @@ class Notebook:
         self.known.clear()
 
     def _keep(self, run: Run, out: str = "") -> None:
+        self.numbers[run.cell] = self.shell.execution_count
         setattr(colossal_nb, "last_run", run)  # noqa: B010  (a public name that has no value at import)
         self._bind(out, run)
 

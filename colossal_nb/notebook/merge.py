@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from colossal_nb.notebook.digits import skeleton
 from colossal_nb.run import Output
 
 HOLD_S = 0.2
@@ -42,10 +43,23 @@ class Group(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the ranks showed at one position. `late`: so many items these ranks showed after others, the same ones."""
+    """What the ranks showed at one position. `late`: so many items these ranks showed after others, the same ones.
+
+    `alike`: so many of the late ones differ from what was shown in digits.
+    """
 
     groups: tuple[Group, ...]
     late: int = 0
+    alike: int = 0
+
+
+Owed = tuple[tuple[str, str], tuple[str, str]]
+"""What a rank has not shown yet and others have: the item's key, and its key without digits."""
+
+
+def alike_key(item: Item) -> tuple[str, str]:
+    """Equal for lines that differ only in digits; rich output is never alike."""
+    return (f"~{item.kind}", skeleton(item.text)) if item.kind in ("stdout", "stderr") else ("", "")
 
 
 class _Rank:
@@ -54,9 +68,10 @@ class _Rank:
     def __init__(self) -> None:
         self.queue: deque[tuple[Item, float]] = deque()
         self.waiting: Counter[tuple[str, str]] = Counter()
-        self.owed: deque[tuple[str, str]] = deque()
+        self.owed: deque[Owed] = deque()
         self.owes: Counter[tuple[str, str]] = Counter()
         self.late: list[Item] = []
+        self.alike = 0
 
     def push(self, item: Item, now: float) -> None:
         self.queue.append((item, now))
@@ -70,31 +85,38 @@ class _Rank:
             self.waiting[item.key] -= 1
         return item
 
-    def owe(self, key: tuple[str, str]) -> None:
-        self.owed.append(key)
-        self.owes[key] += 1
+    def owe(self, debt: Owed) -> None:
+        self.owed.append(debt)
+        self.owes.update(debt)
         if len(self.owed) > MOST_OWED:
             self._forgive()
 
-    def pay(self) -> None:
-        """Take heads that others have shown already off the queue."""
-        while self.queue and self.owes[self.queue[0][0].key] > 0:
-            item = self.pop()
-            while self._forgive() != item.key:
+    def pay(self, fold: bool) -> None:
+        """Take heads off the queue that others have shown already: the same, or (`fold`) but for digits the same."""
+        while self.owed and self.queue:
+            item = self.queue[0][0]
+            wanted = item.key
+            if self.owes[wanted] <= 0:
+                wanted = alike_key(item)
+                if not fold or self.owes[wanted] <= 0:
+                    return
+                self.alike += 1
+            while wanted not in self._forgive():
                 pass
-            self.late.append(item)
+            self.late.append(self.pop())
 
-    def _forgive(self) -> tuple[str, str]:
-        key = self.owed.popleft()
-        self.owes[key] -= 1
-        return key
+    def _forgive(self) -> Owed:
+        debt = self.owed.popleft()
+        self.owes.subtract(debt)
+        return debt
 
 
 class Merger:
     """Pure: `add` what arrives, `take` what can be shown by now. Times are seconds of any one clock."""
 
-    def __init__(self, ranks: Sequence[int], hold_s: float = HOLD_S) -> None:
+    def __init__(self, ranks: Sequence[int], hold_s: float = HOLD_S, fold: bool = True) -> None:
         self.ranks = tuple(sorted(ranks))
+        self._fold = fold
         self._hold_s = hold_s
         self._of = {rank: _Rank() for rank in self.ranks}
 
@@ -114,7 +136,7 @@ class Merger:
         while True:
             for each in self._of.values():
                 if each.owed:
-                    each.pay()
+                    each.pay(self._fold)
             heads = {rank: each.queue[0] for rank, each in self._of.items() if each.queue}
             if not heads:
                 return rows
@@ -142,10 +164,11 @@ class Merger:
             shown = ahead or old
         rows = self._late([rank for ranks in shown.values() for rank in ranks])
         rows.append(Row(tuple(self._pop(ranks) for ranks in shown.values())))
-        for rank in self.ranks:
-            if rank not in heads:
-                for key in shown:
-                    self._of[rank].owe(key)
+        missing = [rank for rank in self.ranks if rank not in heads]
+        if missing:
+            for group in rows[-1].groups:
+                for rank in missing:
+                    self._of[rank].owe((group.item.key, alike_key(group.item)))
         return rows
 
     def _comes_later(self, key: tuple[str, str], ranks: list[int]) -> bool:
@@ -157,13 +180,14 @@ class Merger:
 
     def _late(self, ranks: Sequence[int]) -> list[Row]:
         """Rows that say how much these ranks showed after the others, ranks with equal counts together."""
-        counts: dict[int, list[int]] = {}
+        counts: dict[tuple[int, int], list[int]] = {}
         for rank in ranks:
-            if self._of[rank].late:
-                counts.setdefault(len(self._of[rank].late), []).append(rank)
-        rows = [Row((Group(tuple(sorted(which)), self._of[which[0]].late[0]),), late=count)
-                for count, which in counts.items()]
+            mine = self._of[rank]
+            if mine.late:
+                counts.setdefault((len(mine.late), mine.alike), []).append(rank)
+        rows = [Row((Group(tuple(sorted(which)), self._of[which[0]].late[0]),), late, alike)
+                for (late, alike), which in counts.items()]
         for which in counts.values():
             for rank in which:
-                self._of[rank].late = []
+                self._of[rank].late, self._of[rank].alike = [], 0
         return rows

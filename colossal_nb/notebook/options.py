@@ -138,7 +138,8 @@ VERBS = {
     "who": Verb("who", "The variables on the ranks; those that not all ranks have; parallel objects.",
                 "%colossal who"),
     "compare": Verb('compare "STRATEGY ; STRATEGY"', "Run the last %%colossal cell again under each strategy and "
-                    "show one table: loss, time, peak memory, bytes sent, bubble.", '%colossal compare "dp=4 ; tp=4 ; pp=4"'),
+                    "show one table: loss, time, peak memory, bytes sent, bubble.",
+                    '%colossal compare "dp=4 ; tp=4 ; pp=4"'),
     "export": Verb("export FILE [--cells 3-7]", "Write cells as a plain script for torchrun.",
                    "%colossal export train.py", (_CELLS,)),
     "help": Verb("help [WORD]", "Help on a verb, a strategy field or an option.", "%colossal help microbatches"),

@@ -12,6 +12,7 @@ from colossal_nb.notebook.merge import HOLD_S, Group, Item, Merger, Row
 from colossal_nb.notebook.page import Page, Text, new_id
 from colossal_nb.run import Output
 
+_CELL_FILE = re.compile(r"/\S{0,200}?ipykernel_\d+/\d+\.py:(\d+)")  # what a warning in a cell names as its file
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
@@ -27,7 +28,7 @@ class CellOutput:
         self._only = None if only is None else set(shown)
         self._page = page
         self._text = Text(page, limited=not show_all)
-        self._merger = Merger(shown)
+        self._merger = Merger(shown, fold=not show_all)
         self._folder = Folder(ranks, bare and only is None, show_all)
         self._bars = Bars(ranks if only is None else shown, self._show_bars, new_id)
         self._splitters: dict[tuple[int, str], Splitter] = {}
@@ -39,8 +40,11 @@ class CellOutput:
         if self._only is not None and output.rank not in self._only:
             return
         if output.kind == "stream":
+            if output.name == "stderr" and output.text.startswith("UsageError: "):
+                return  # IPython prints these and raises them as well; the error is shown
             splitter = self._splitter(output.rank, output.name)
-            for line in splitter.feed(output.text, now):
+            text = _CELL_FILE.sub(r"cell, line \1", output.text) if "ipykernel_" in output.text else output.text
+            for line in splitter.feed(text, now):
                 self._merger.add(output.rank, Item(output.name, line), now)
         elif output.kind != "error":
             self._flush_partials(output.rank, now)

@@ -8,7 +8,8 @@ from fake_page import Cell
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossal_nb.notebook.fold import differing_numbers, rank_list, skeleton
+from colossal_nb.notebook.digits import differing_numbers, skeleton
+from colossal_nb.notebook.fold import rank_list
 from colossal_nb.notebook.merge import Item, Merger
 from colossal_nb.notebook.page import HEAD_LINES, TAIL_LINES
 
@@ -43,6 +44,17 @@ def test_a_late_equal_line_only_extends_the_mark() -> None:
     for rank in (1, 2, 3):
         cell.prints(rank, "x\ny\n")
     assert cell.end().text() == "[0] x\n[0] y\n[1-3] the same 2 lines\n"
+
+
+def test_late_lines_that_differ_in_digits_are_folded_as_in_time() -> None:
+    cell = Cell(ranks=2).prints(1, "rank 1 of 2\nrank 1 ends\n").wait(0.3)
+    assert cell.prints(0, "rank 0 of 2\nrank 0 ends\n").end().text() == (
+        "[1] rank 1 of 2\n[1] rank 1 ends\n[0] 2 alike lines, numbers differ\n")
+
+
+def test_late_lines_are_written_when_every_line_is_asked_for() -> None:
+    cell = Cell(ranks=2, show_all=True).prints(1, "rank 1\nend\n").wait(0.3)
+    assert cell.prints(0, "rank 0\nend\n").end().text() == "[1] rank 1\n[1] end\n[0] rank 0\n[0] the same line\n"
 
 
 def test_an_additional_line_does_not_put_ranks_out_of_step() -> None:
@@ -127,7 +139,7 @@ def test_a_line_as_long_as_a_book_is_cut_on_the_page() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.sampled_from([0.0, 0.05, 0.3])), max_size=40))
 def test_nothing_is_lost_or_doubled_whatever_the_order(prints: list[tuple[int, str, float]]) -> None:
-    merger = Merger(range(3))
+    merger = Merger(range(3), fold=False)
     now, seen = 0.0, Counter[tuple[int, str]]()
     rows = []
     for rank, text, pause in prints:
