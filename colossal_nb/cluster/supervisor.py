@@ -238,13 +238,12 @@ def _identity(rank: int, life: int, kind: bytes = b"side") -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """The ranks' environment: one hash seed, plots inline, no CUDA from the fork server, thread counts that fit."""
+    """The ranks' environment: one hash seed, plots inline, no CUDA and no pool of threads in the fork server."""
     seed = os.environ.get("PYTHONHASHSEED", "")
-    threads = str(max(1, usable_cores() // 4))
     return {**os.environ, "PYTHONHASHSEED": seed if seed.isdigit() else str(int.from_bytes(os.urandom(3), "big")),
             "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
-            "PYDEVD_DISABLE_FILE_VALIDATION": "1", "OPENBLAS_NUM_THREADS": threads}
+            "PYDEVD_DISABLE_FILE_VALIDATION": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def main() -> None:

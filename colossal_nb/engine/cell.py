@@ -1,7 +1,7 @@
 """How a rank runs one cell.
 
-Settings come with the source as JSON: cell (its number in the notebook), strategy, engines, ranks (of the cell),
-threads, random (rank 0's states, when this rank's may differ), record. What goes back with the reply: the error with
+Settings come with the source as JSON: cell (its number in the notebook), strategy, ranks (of the cell), threads,
+ random (rank 0's states, when this rank's may differ), record. What goes back with the reply: the error with
 the user's line, the digest of the random states, what was recorded and is not sent yet.
 """
 from __future__ import annotations

@@ -23,7 +23,7 @@ from colossal_nb.cluster.host import describe_exit
 
 FIRST = ("torch", "torch.distributed", "numpy", "cloudpickle", "ipykernel.ipkernel", "ipyparallel.engine.app",
          "colossal_nb.engine.bootstrap")
-LATER = ("torch.optim", "torch._dynamo", "jedi", "matplotlib_inline.config")
+LATER = ("torch.optim", "colossal_nb.engine.rehearsal", "torch._dynamo", "matplotlib_inline.config")
 """Wanted by most cells (the first optimizer imports `_dynamo`), imported after the server can already fork."""
 
 
@@ -37,9 +37,10 @@ class ForkServer:
         self._partial = b""
         self._children: dict[int, tuple[int, int]] = {}            # pid -> (rank, life)
         self._open = True
+        self._reaping = False
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, lambda *_: self._reap())     # also in the middle of a long import
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def tell(self, what: str, **fields: Any) -> None:
@@ -103,6 +104,9 @@ class ForkServer:
             os._exit(code)
 
     def _reap(self) -> None:
+        if self._reaping:
+            return
+        self._reaping = True
         for pid, (rank, life) in list(self._children.items()):
             ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -111,6 +115,7 @@ class ForkServer:
             _, status = os.waitpid(pid, 0)
             del self._children[pid]
             self.tell("exit", rank=rank, life=life, pid=pid, how=describe_exit(status))
+        self._reaping = False
 
     def close(self) -> None:
         """End every rank and wait for it."""

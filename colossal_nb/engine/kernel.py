@@ -50,8 +50,7 @@ class RankKernel(IPythonParallelKernel):                               # type: i
                          user_expressions: dict[str, str] | None = None, allow_stdin: bool = False, *,
                          cell_meta: dict[str, Any] | None = None, cell_id: str | None = None) -> dict[str, Any]:
         settings = (cell_meta or {}).get(SETTINGS) or {
-            "cell": self.shell.execution_count, "ranks": self.cells.world.ranks,
-            "engines": self.cells.world.world_size}
+            "cell": self.shell.execution_count, "ranks": self.cells.world.ranks}
         reply: dict[str, Any] = await _outside_tasks(lambda: self.cells.run(
             self.shell, code, settings, silent=silent, store_history=store_history))
         if reply["status"] == "error":

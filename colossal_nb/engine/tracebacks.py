@@ -14,7 +14,6 @@ from typing import Any
 
 from colossal_nb.parallel.group import Released
 
-
 _OURS = os.path.dirname(__file__)
 
 

@@ -43,8 +43,8 @@ class Part:
 class CellLoop:
     """Drives one run. `parents`: the id of each rank's request."""
 
-    def __init__(self, client: Client, run: Run, parents: dict[str, int], counts: dict[tuple[int, int], Counts], cell: int,
-                 timeout_s: float | None) -> None:
+    def __init__(self, client: Client, run: Run, parents: dict[str, int], counts: dict[tuple[int, int], Counts],
+                 cell: int, timeout_s: float | None) -> None:
         self.client, self.run, self.cell = client, run, cell
         self.presses = Presses()
         self.parts = {rank: Part(rank) for rank in run.ranks}
@@ -105,7 +105,7 @@ class CellLoop:
         elif reply.kind == "status":
             if rank is not None and reply.content["execution_state"] == "idle":
                 self.parts[rank].idle = True
-        elif reply.rank >= 0 and (rank is not None or reply.kind != "error"):     # an earlier cell's threads may print
+        elif reply.rank >= 0 and (rank is not None or reply.kind != "error"):       # or an earlier cell's thread
             output = output_of(reply.rank, reply, self.now())
             if output is not None:
                 yield output
