@@ -66,9 +66,10 @@ class ShardedLogits(Tensor):
             result = _sharded(name, func, first, args, kwargs)
             if result is not NotImplemented:
                 return result
+        whole = _gathered((args, kwargs), name)
         if passing.writes(name) and isinstance(first, ShardedLogits):
             first.replace()
-        args, kwargs = _gathered((args, kwargs), name)
+        args, kwargs = whole
         return func(*args, **kwargs)
 
     @classmethod
