@@ -207,7 +207,7 @@ def _across(function: Any, x: Tensor, mesh: Mesh, axis: Axis, *rest: Any) -> Ten
 def all_reduce(x: Tensor, mesh: Mesh, axis: Axis, *, of: str = "", reduce: str = "sum") -> Tensor:
     """The sum of every rank's `x`, same shape. Backward: all-reduce of the gradient.
 
-    `reduce` may be another of `calls.REDUCTIONS`; then there is no backward.
+    `reduce` may be another of `forms.REDUCTIONS`; then there is no backward.
     """
     if reduce != "sum":
         return _reduced(x, group_of(mesh, axis), of, reduce)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from colossal_nb.parallel import calls, compat
+from colossal_nb.parallel import calls, compat, forms
 from colossal_nb.parallel.transports import messages
 from colossal_nb.parallel.transports.gloo import Gloo, Handle
 from colossal_nb.record.events import group_name, link_name
@@ -130,7 +130,7 @@ class Group:
         op and tensors: `all_reduce` [*xs], `broadcast` [*xs] (root=), `all_gather` [out, x] or [*outs, x],
         `reduce_scatter` [out, x] or [out, *parts], `all_to_all` [out, x] (got=, given= rows per rank), `reduce` [x]
         (root=), `gather` [*outs, x], `scatter` [out, *parts] (root=), `barrier` [], `send` and `recv` [x] (peer=,
-        tag=, eager=). reduce= is one of `calls.REDUCTIONS`; root and peer count inside the group.
+        tag=, eager=). reduce= is one of `forms.REDUCTIONS`; root and peer count inside the group.
         `of` names what is moved, for the record. With wait=False the result is there after `Work.wait()`.
 
         Raises ValueError for what cannot be right, Released after an abort (KeyboardInterrupt if the rank was
@@ -201,7 +201,7 @@ class Group:
         if peer == self.index or not (peer is None or 0 <= peer < self.size):
             raise ValueError(f"{op}: peer {peer} of a group of {self.size} ranks, seen from {self.index}")
         self._allowed()
-        token = self._begin(op, *self._channel(op, peer), calls.bytes_of(x), of)
+        token = self._begin(op, *self._channel(op, peer), forms.bytes_of(x), of)
         if op == "send" and eager:
             assert peer is not None
             return self._started(lambda: messages.send_eager(self.wire(), x.detach(), peer, tag), None, token, wait)
