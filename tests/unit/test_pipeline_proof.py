@@ -123,3 +123,21 @@ def test_outputs_that_are_not_finite_by_themselves_are_compared_where_they_are_f
     torch.manual_seed(0)
     model, (args, kwargs) = Masked().double(), zoo.tokens(2)
     assert prove(model, split(model, trace(model, args, kwargs), 2), args, kwargs).output_difference <= 1e-12
+
+
+def test_another_way_in_eval_mode_is_refused_not_answered_with_nan() -> None:
+    class Moody(zoo.Trunk):
+        """In eval mode the first block's output is used once more at the end."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            first = x = self.blocks[0](self.embedding(tokens))
+            for block in self.blocks[1:]:
+                x = block(x)
+            return self.head(self.norm(x if self.training else x + first))
+
+    torch.manual_seed(0)
+    model, (args, kwargs) = Moody().double(), zoo.tokens(2)
+    planned = split(model, trace(model, args, kwargs), 2)
+    with pytest.raises(ValueError, match=r"in eval mode .*NaN"):
+        prove(model, planned, args, kwargs)
+    assert all(module.training for module in model.modules())

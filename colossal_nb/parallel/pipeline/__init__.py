@@ -37,7 +37,7 @@ def apply(
     strategy: Strategy,
     example: tuple[tuple[Any, ...], dict[str, Any]],
     *,
-    cuts: Sequence[str] | None = None,
+    cuts: Sequence[str] | str | None = None,
     stage_weights: Sequence[float] | None = None,
     pruned: bool = True,
 ) -> Pipeline:
@@ -48,6 +48,7 @@ def apply(
     a ValueError (no such split, or one that would be wrong) rises on all of them.
     """
     args, kwargs = example
+    cuts = [cuts] if isinstance(cuts, str) else cuts
     with torch.enable_grad():
         record = trace(model, args, kwargs)
     plan = split(model, record, mesh.axis_size("pp"), cuts, stage_weights)

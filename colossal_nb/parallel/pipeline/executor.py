@@ -11,7 +11,7 @@ import torch
 
 from colossal_nb.parallel.pipeline.dataflow import Value
 from colossal_nb.parallel.pipeline.messages import Mail
-from colossal_nb.parallel.pipeline.stage import Border, Made, Spec, Specs, Stage
+from colossal_nb.parallel.pipeline.stage import Border, Made, Specs, Stage
 from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.schedule import Action
@@ -28,7 +28,6 @@ class _Flight:
 
     made: Made
     loss: torch.Tensor | None
-    specs: Specs
 
 
 class Executor(Generic[Kept]):
@@ -84,7 +83,7 @@ class Executor(Generic[Kept]):
                 loss, kept = self.loss_of(made.output, number)
                 self.kept.append(kept)
                 made.output = None
-        self.flights[number] = _Flight(made, loss, specs)
+        self.flights[number] = _Flight(made, loss)
         self._depart(key, specs, made)
 
     def _backward(self, number: int) -> None:
@@ -116,14 +115,14 @@ class Executor(Generic[Kept]):
         for value, targets in sorted(self.sends.items()):
             for target in targets:
                 self.mail.send(made.values[value], target, self.split.label(value))
+        made.values.clear()  # the backward needs their places in the graph, not the tensors
 
     def _returning(self, made: Made) -> dict[Value, list[torch.Tensor]]:
         """The gradients of what was sent, one from each receiver."""
         gradients: dict[Value, list[torch.Tensor]] = {}
         for value, targets in sorted(self.sends.items()):
-            tensor = made.values[value]
-            if tensor.is_floating_point() or tensor.is_complex():
-                spec, of = Spec(tuple(tensor.shape), tensor.dtype), f"gradient of {self.split.label(value)}"
+            spec, of = made.specs[value.unit][value.leaf], f"gradient of {self.split.label(value)}"
+            if spec.dtype.is_floating_point or spec.dtype.is_complex:
                 gradients[value] = [self.mail.receive(spec, target, of) for target in targets]
         return gradients
 

@@ -43,8 +43,21 @@ def prove(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[st
         whole = _whole(model, split, args, kwargs)
     with untouched(model), torch.enable_grad():
         staged = _staged(model, split, args, kwargs, whole)
+    if any(module.training for module in model.modules()):
+        _prove_evaluation(model, split, args, kwargs)
     used = frozenset(whole.gradients)
     return Proof(_compare_outputs(split, whole, staged), _compare_gradients(whole, staged), used)
+
+
+def _prove_evaluation(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """In eval mode a forward may go another way: its outputs are compared as well."""
+    with untouched(model), torch.no_grad():
+        model.eval()
+        whole = _whole(model, split, args, kwargs)
+        try:
+            _compare_outputs(split, whole, _staged(model, split, args, kwargs, whole))
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"in eval mode {error}") from error
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,8 @@ def _staged(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[
         runs.append((stage, made, parameters))
     outputs = leaves(runs[-1][1].output)
     loss = _scalar(outputs, whole.outputs)
-    _backward(runs, loss)
+    if torch.is_grad_enabled():
+        _backward(runs, loss)
     total: dict[str, torch.Tensor] = {}
     for _, _, parameters in runs:
         for name, gradient in _gradients(parameters).items():
@@ -88,7 +102,7 @@ def _staged(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[
 def _backward(runs: list[tuple[Stage, Made, dict[str, nn.Parameter]]], loss: torch.Tensor) -> None:
     back: dict[Value, list[torch.Tensor]] = {}
     for stage, made, _ in reversed(runs):
-        mine = {value: parts for value, parts in back.items() if value in made.values}
+        mine = {value: parts for value, parts in back.items() if value in made.edges}
         for value, gradient in stage.backward(made, loss if stage.is_last else None, mine).items():
             back.setdefault(value, []).append(gradient)
 

@@ -23,7 +23,12 @@ def summed(
     before = {name: p.grad for name, p in mine.items()}
     for p in mine.values():
         p.grad = None
-    yield
+    try:
+        yield
+    except BaseException:
+        for name, p in mine.items():
+            p.grad = before[name]
+        raise
     for stages in sorted({holders[name] for name in mine}):
         _sum(sorted(name for name in mine if holders[name] == stages), mine, stages, used, mesh)
     for name, p in mine.items():

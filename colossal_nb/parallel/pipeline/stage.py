@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 
 from colossal_nb.parallel.pipeline.dataflow import Value
@@ -52,13 +53,16 @@ class Arrival:
 
 @dataclass
 class Made:
-    """What one run of a stage leaves: values for other stages, the arrivals, the output (where the model ends)."""
+    """What one run of a stage leaves: values for other stages, the arrivals, the output (where the model ends).
+
+    `edges` are the places in the graph where the gradients of the values come in; None where there is no graph.
+    """
 
     values: dict[Value, torch.Tensor] = field(default_factory=dict)
+    edges: dict[Value, GradientEdge | None] = field(default_factory=dict)
     arrivals: dict[Value, Arrival] = field(default_factory=dict)
     specs: Specs = field(default_factory=dict)
     output: Any = None
-    ended: bool = False
 
 
 class _Leave(BaseException):
@@ -104,12 +108,8 @@ class Stage:
             border(0)
         # A forward may write into its inputs: each stage has its own.
         args, kwargs = rebuild((args, kwargs), lambda tensor: tensor.clone())
-        with _transparent_checkpoints(), replaced_forwards(replacements):
-            try:
-                run.made.output = self.model(*args, **kwargs)
-                run.made.ended = True
-            except _Leave:
-                run.made.ended = False
+        with _transparent_checkpoints(), replaced_forwards(replacements), suppress(_Leave):
+            run.made.output = self.model(*args, **kwargs)
         self._check_complete(run)
         return run.made
 
@@ -120,14 +120,15 @@ class Stage:
 
         Gradients of parameters are added to their `.grad`.
         """
-        tensors = [] if loss is None else [loss]
-        seeds: list[torch.Tensor | None] = [None for _ in tensors]
+        starts: list[torch.Tensor | GradientEdge] = [] if loss is None or not loss.requires_grad else [loss]
+        seeds: list[torch.Tensor | None] = [None for _ in starts]
         for value, parts in gradients.items():
-            if made.values[value].requires_grad:
-                tensors.append(made.values[value])
+            edge = made.edges[value]
+            if edge is not None:
+                starts.append(edge)
                 seeds.append(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
-        if any(tensor.requires_grad for tensor in tensors):
-            torch.autograd.backward(tensors, seeds)
+        if starts:
+            torch.autograd.backward(starts, seeds)  # type: ignore[arg-type]
         return {value: arrival.gradient() for value, arrival in made.arrivals.items()}
 
     def _check_complete(self, run: _Run) -> None:
@@ -184,7 +185,9 @@ class _Run:
         for leaf, tensor in enumerate(tensors):
             value = Value(unit, leaf)
             if value in self.stage.wanted:
-                self.made.values[value] = tensor.clone() if value in self.split.mutated else tensor
+                made = tensor.clone() if value in self.split.mutated else tensor
+                self.made.values[value] = made.detach()
+                self.made.edges[value] = get_gradient_edge(made) if made.requires_grad else None
         return output
 
     def _foreign(self, unit: int) -> Any:
