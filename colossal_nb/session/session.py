@@ -124,9 +124,9 @@ class Session:
         assert client.door is not None
         filled = strategy.filled(self.engines) if strategy is not None else None
         run = Run(source, filled, chosen, self.engines, tuple(notes))
+        run.cell = cell
         if strategy is not None:
-            run.cell = cell
-        run.title = strategy.describe(self.engines)
+            run.title = strategy.describe(self.engines)
             if len(chosen) < self.engines:
                 run.notes.append(f"{run.title} works on {len(chosen)} of {self.engines} engines; the rest wait")
         settings = {"cell": cell, "strategy": None if filled is None else str(filled), "ranks": list(chosen),
