@@ -120,7 +120,11 @@ def _controlled(control: socket.socket) -> None:
 def main() -> None:
     import torch
 
-    import colossal_nb.parallel.collectives  # noqa: F401  (warm: every rank needs it)
+    # Warm: every rank needs them, and the first optimizer of a process would import torch._dynamo.
+    import torch._dynamo
+
+    import colossal_nb.parallel.parallelize
+    import colossal_nb.parallel.step  # noqa: F401
 
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays shared with the children

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from colossal_nb.parallel import memory
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.world import World
 
@@ -44,7 +45,8 @@ def watch(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
     def after(*_: Any) -> None:
         recorder = World.current().recorder
         recorder.end(tokens.pop())
-        recorder.mark(parallel.step, "end", "loss", parallel.loss)
+        recorder.mark(parallel.step, "end")
+        memory.stepped(parallel, optimizer)
         parallel.step += 1
         parallel.calls_in_step = 0
 

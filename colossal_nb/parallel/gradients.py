@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from colossal_nb.parallel import memory
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel
 
@@ -48,6 +49,7 @@ def finish(parallel: Parallel, active: dict[str, bool], count: float) -> None:
         sums = [p.grad for p in used if p.grad is not None]
     else:
         sums = sum_over(used, group)
+        memory.buckets(sums)
     if count not in (0, 1):
         for total in sums:
             total.div_(count)

@@ -17,7 +17,6 @@ from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, On, Strategy
 
 if TYPE_CHECKING:
-    from colossal_nb.parallel.ledger import Ledger
     from colossal_nb.parallel.pipeline import Pipeline
     from colossal_nb.parallel.tensor import Report
 
@@ -38,7 +37,6 @@ class Parallel:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     pipeline: Pipeline | None = None
     tensor: Report | None = None
-    ledger: Ledger | None = None
     pending: bool = False
     inside: bool = False
     accumulating: bool = False

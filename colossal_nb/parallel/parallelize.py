@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel import clip, events, optimizers, plain, report, state, tensor
+from colossal_nb.parallel import clip, events, memory, optimizers, plain, report, state, tensor
 from colossal_nb.parallel.agree import differing
 from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.handle import Parallel, attach, find, require_cell, tell, text
@@ -75,7 +75,7 @@ def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None
     plain.install(parallel)
     state.hook_state_dicts(parallel)
     clip.install(parallel)
-    report.track(parallel)
+    memory.watch(parallel)
     for each in parallel.optimizers:
         events.watch(parallel, each)
     for line in report.caveats(parallel):
@@ -94,11 +94,13 @@ def split(parallel: Parallel, example: Example) -> None:
             parallel.pipeline = pipeline.apply(model, mesh, strategy, example, **parallel.options)
         if mesh.axis_size("tp") > 1:
             parallel.tensor = tensor.apply(model, plan)
-    parallel.pending = False
+    deferred, parallel.pending = parallel.pending, False
     parallel.changed()
     _layouts(parallel)
     for optimizer in parallel.optimizers:
         optimizers.cut_state(optimizer, before, parallel.rank)
+    if deferred:
+        memory.watch(parallel)
 
 
 def _layouts(parallel: Parallel) -> None:

@@ -60,7 +60,3 @@ def _drops(module: nn.Module) -> bool:
         return module.p > 0
     values = (value for name, value in vars(module).items() if "dropout" in name)
     return any(isinstance(value, float) and value > 0 for value in values)
-
-
-def track(parallel: Parallel) -> None:
-    """Account for the model's memory."""

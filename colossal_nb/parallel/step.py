@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import agree, events, gradients, outputs
+from colossal_nb.parallel import agree, events, gradients, memory, outputs
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.handle import Parallel, require
 from colossal_nb.parallel.losses import CountingMeans, Part, own_loss, part
@@ -81,12 +81,13 @@ def _compares(parallel: Parallel, loss_fn: LossFn | None, samples: int) -> bool:
 def _run(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: bool) -> Done:
     """Forward and backward of this rank's pieces; gradients are those of the sums."""
     done = Done(mine, keep)
-    with parallel.running(), torch.enable_grad():
+    with parallel.running(), torch.enable_grad(), memory.activations():
         if parallel.pipeline is None:
             for number, piece in enumerate(mine):
                 _piece(parallel, loss_fn, piece, number, done)
         elif mine:
             _pipeline(parallel, loss_fn, mine, done)
+    memory.sample()
     return done
 
 
@@ -101,6 +102,7 @@ def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int
         done.add(result, output, piece)
     finally:
         recorder.end(token)
+    memory.sample()
     token = recorder.begin("B", stage=0, microbatch=number)
     try:
         result.backward()

@@ -5,7 +5,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_nb.parallel.batch import arguments, batch_size, bounds, checksum, cut, odd_ranks, own_parts, pieces, ranks_text
+from colossal_nb.parallel.batch import (
+    arguments,
+    batch_size,
+    bounds,
+    checksum,
+    cut,
+    odd_ranks,
+    own_parts,
+    pieces,
+    ranks_text,
+)
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 8))
