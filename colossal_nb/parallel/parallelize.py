@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ def parallelize(
         optimizers.check(optimizer, model, cut=mesh.size > 1)
     if mesh.axis_size("pp") == 1 and (cuts is not None or stage_weights is not None):
         raise ValueError("cuts and stage_weights say where a pipeline is cut; this strategy has none: pp=2 or more")
+    # A cell that runs again drops its former model, which sits in reference cycles: its memory is needed now.
+    world.model = None
+    gc.collect()
     model.to(world.device)
     options = {"cuts": cuts, "stage_weights": stage_weights}
     parallel = Parallel(model, wanted, mesh, dict(model.named_parameters()), model.forward, options)
