@@ -153,10 +153,16 @@ def on_two_ranks(work: Callable[..., Any], *arguments: Any, timeout_s: float = 9
         both = [context.Process(target=_rank, args=(work, rank, folder, answers, arguments)) for rank in range(2)]
         for one in both:
             one.start()
+        deadline = time.monotonic() + timeout_s
         try:
-            return answers.get(timeout=timeout_s)
+            while True:
+                try:
+                    return answers.get(timeout=1)
+                except Empty:
+                    if any(one.exitcode for one in both) or time.monotonic() > deadline:
+                        raise RuntimeError(f"no answer: exit codes {[one.exitcode for one in both]}") from None
         finally:
             for one in both:
-                one.join(timeout=20)
+                one.join(timeout=5)
                 if one.is_alive():
                     one.kill()
