@@ -45,7 +45,7 @@ class Region:
         sizes = torch.tensor([value.shape[-1] for value in self.values.values()])
         return torch.arange(len(sizes)).repeat_interleave(sizes)
 
-    def run(self, values: dict[str, Tensor], change: Callable[[Any], Any] = lambda x: x) -> Tensor:
+    def run(self, values: dict[str, Tensor], change: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
         """What arrives at the row when the columns give `values`; `change` maps each other tensor that enters."""
         arrived: list[Tensor] = []
 
@@ -100,13 +100,12 @@ def region_of(record: Trace, columns: Sequence[str], row: str) -> Region:
     for early in call.children:
         if early.index < first and not any(inner.index >= first for inner in (early, *early.descendants())):
             constants.setdefault(early.name, []).append(early.output)
-    values = {name: inside[name].output for name in columns}
+    values = {name: inside[name].output.detach() for name in columns}
     later = {inner.name for inner in call.descendants() if inner.index >= first}
     constants = {name: outputs for name, outputs in constants.items() if name not in later}
     return Region(call, tuple(columns), row, values, constants)
 
 
-@torch.no_grad()
 def reach(region: Region) -> Tensor:
     """(row's input features, columns' output features) bool: which feature of the columns moves which of the row."""
     features = [(name, i) for name, value in region.values.items() for i in range(value.shape[-1])]
@@ -121,7 +120,7 @@ class _RowsMixError(Exception):
 
 
 def _reach(region: Region, features: list[tuple[str, int]], at_once: int) -> Tensor:
-    base = region.run(region.values)
+    base = region.run(region.values).detach()
     found = torch.zeros(base.shape[-1], len(features), dtype=torch.bool)
     left = list(range(len(features)))
     generator = torch.Generator().manual_seed(0)
@@ -142,7 +141,7 @@ def _moved(
 
     def spread(tensor: Tensor) -> Tensor:
         same = batched and tensor.ndim > 0 and tensor.shape[0] == samples
-        return tensor[:1].expand(rows, *tensor.shape[1:]).clone() if same else tensor.clone()
+        return (tensor[:1].expand(rows, *tensor.shape[1:]) if same else tensor).detach().clone()
 
     values = {name: spread(value) for name, value in region.values.items()}
     for name, value in values.items():
@@ -152,7 +151,7 @@ def _moved(
             place = (at[0], ..., at[1])
             value[place] += push * torch.randn(value[place].shape, generator=generator).to(value)
     try:
-        arrived = region.run(values, spread)
+        arrived = region.run(values, spread).detach()
     except (RuntimeError, ValueError, IndexError):
         if batched:
             raise _RowsMixError from None

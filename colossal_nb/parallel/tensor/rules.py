@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from colossal_nb.parallel.tensor.dataflow import INPUT, Flow, dataflow
 from colossal_nb.parallel.tensor.probe import Deal, DoesNotDivideError, Region, deal, reach, region_of
-from colossal_nb.parallel.tensor.search import find_changes
+from colossal_nb.parallel.tensor.search import draws_alike, find_changes
 from colossal_nb.parallel.tensor.values import Change, Pair, Parts, VocabularyShard, even_parts
 from colossal_nb.parallel.trace import Trace
 
@@ -95,6 +95,8 @@ class Rules:
         found = find_changes(region, dealt, self.ranks)
         if found is None:
             return f"no change of integer attributes makes one rank's part run right {between}"
+        if len({len(part) for part in dealt.row_parts}) > 1 and not draws_alike(region, dealt, self.ranks):
+            return f"{dealt.groups} features make unequal parts, and dropout {between} needs equal ones"
         changes, narrow = found
         parts = tuple(zip(region.columns, _column_parts(region, dealt), strict=True))
         pair = Pair(region.call.name, parts, region.row, dealt.row_parts, dealt.groups, changes, narrow)

@@ -25,10 +25,9 @@ MOST_TRIALS = 3000
 WRONG_INTEGER = (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError, ZeroDivisionError)
 
 
-@torch.no_grad()
 def find_changes(region: Region, dealt: Deal, ranks: int) -> tuple[tuple[Change, ...], bool] | None:
     """(changes, narrow) of the smallest set that makes each rank's run of the region right; None if there is none."""
-    base = region.run(region.values)
+    base = region.run(region.values).detach()
     candidates = list(_candidates(region, ranks)) if _even(dealt) else []
     narrows = (False, True) if _even(dealt) and _width_of_input(region) else (False,)
     trials = 0
@@ -57,6 +56,23 @@ def local_values(region: Region, dealt: Deal, rank: int) -> dict[str, Tensor]:
     return values
 
 
+def draws_alike(region: Region, dealt: Deal, ranks: int) -> bool:
+    """Whether a training run draws as many random numbers on every rank.
+
+    Where parts differ in size, dropout between columns and row would leave the ranks at different places of one
+    random sequence, and what is whole on all of them would be dropped differently.
+    """
+    states = []
+    with torch.random.fork_rng(devices=[]):
+        region.call.module.train()
+        for rank in range(ranks):
+            torch.manual_seed(0)
+            region.run(local_values(region, dealt, rank))
+            states.append(torch.get_rng_state())
+        region.call.module.eval()
+    return all(torch.equal(states[0], state) for state in states)
+
+
 @contextmanager
 def changed(modules: dict[str, nn.Module], changes: Sequence[Change]) -> Iterator[None]:
     """Inside the block the modules believe the local numbers."""
@@ -76,11 +92,13 @@ def _right(
     width = _width_of_input(region) if narrow else 0
 
     def enter(tensor: Tensor) -> Any:
-        return narrow_input(tensor, width // ranks) if narrow and tensor is region.call.args[0] else tensor.clone()
+        if narrow and tensor is region.call.args[0]:
+            return narrow_input(tensor, width // ranks)
+        return tensor.detach().clone()
 
     try:
         with changed(modules, changes):
-            arrived = region.run(local_values(region, dealt, rank), enter)
+            arrived = region.run(local_values(region, dealt, rank), enter).detach()
     except WRONG_INTEGER:
         return False
     expected = base[..., list(dealt.row_parts[rank])]
