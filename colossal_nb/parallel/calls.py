@@ -32,11 +32,23 @@ _AT_ONCE_BYTES = 1 << 19
 
 @dataclass(frozen=True)
 class Call:
-    """One operation, ready to go: `issue` starts it, `finish` puts what arrived where the caller wants it."""
+    """One operation, ready to go: `issue` starts it, `finish` puts what arrived where the caller wants it.
+
+    For the comparison between ranks: `compared` and `detail` must be alike on all; `got[i]` elements are taken from
+    rank i, `given[i]` go to it (empty where `compared` says it all).
+    """
 
     payload_bytes: int
     issue: Callable[[Gloo], list[Handle]]
     finish: Callable[[], None] | None = None
+    compared: Sequence[Tensor] = ()
+    detail: str = ""
+    got: Sequence[int] = ()
+    given: Sequence[int] = ()
+
+
+def _one(issue: Callable[[Gloo], Handle]) -> Callable[[Gloo], list[Handle]]:
+    return lambda wire: [issue(wire)]
 
 
 def all_reduce(tensors: Sequence[Tensor], size: int, reduce: str = "sum") -> Call:
@@ -55,6 +67,8 @@ def all_reduce(tensors: Sequence[Tensor], size: int, reduce: str = "sum") -> Cal
         bytes_of(*tensors),
         lambda wire: [wire.all_reduce(form, reduce) for form in forms],
         finish if any(a is not b for a, b in zip(tensors, forms, strict=True)) else None,
+        tensors,
+        reduce,
     )
 
 
@@ -74,7 +88,7 @@ def _all_reduce_at_once(tensors: Sequence[Tensor], forms: list[Tensor], size: in
         pairs = zip(rooms, forms, strict=True)
         return [wire.all_to_all(room, form.reshape(-1).repeat(size), [], []) for room, form in pairs]
 
-    return Call(bytes_of(*tensors), issue, finish)
+    return Call(bytes_of(*tensors), issue, finish, tensors, "sum")
 
 
 def reduce(tensors: Sequence[Tensor], size: int, reduce: str = "sum", root: int = 0) -> Call:
@@ -82,7 +96,8 @@ def reduce(tensors: Sequence[Tensor], size: int, reduce: str = "sum", root: int 
     (x,) = tensors
     can_reduce(x, reduce)
     form = reducible(x).clone()
-    return Call(bytes_of(x), lambda wire: [wire.reduce(form, reduce, root)], lambda: copy_back(x, form))
+    issue = _one(lambda wire: wire.reduce(form, reduce, root))
+    return Call(bytes_of(x), issue, lambda: copy_back(x, form), tensors, f"{reduce}, root {root}")
 
 
 def broadcast(tensors: Sequence[Tensor], size: int, root: int = 0) -> Call:
@@ -93,7 +108,10 @@ def broadcast(tensors: Sequence[Tensor], size: int, root: int = 0) -> Call:
         for original, form in zip(tensors, forms, strict=True):
             land(original, form)
 
-    return Call(bytes_of(*tensors), lambda wire: [wire.broadcast(form, root) for form in forms], finish)
+    def issue(wire: Gloo) -> list[Handle]:
+        return [wire.broadcast(form, root) for form in forms]
+
+    return Call(bytes_of(*tensors), issue, finish, tensors, f"root {root}")
 
 
 def all_gather(tensors: Sequence[Tensor], size: int) -> Call:
@@ -109,7 +127,7 @@ def all_gather(tensors: Sequence[Tensor], size: int) -> Call:
                 f"the output {describe(out)} has {out.numel()}"
             )
         room = room_for(out)
-        return Call(bytes_of(out), lambda wire: [wire.all_gather(room, given)], lambda: land(out, room))
+        return Call(bytes_of(out), _one(lambda wire: wire.all_gather(room, given)), lambda: land(out, room), [x])
     return _all_gather_parts(outs, x, given, size)
 
 
@@ -128,7 +146,8 @@ def _all_gather_parts(outs: list[Tensor], x: Tensor, given: Tensor, size: int) -
             start = index * longest
             land(out, room[start : start + sizes[index]])
 
-    return Call(bytes_of(*outs), lambda wire: [wire.all_gather(room, padded)], finish)
+    issue = _one(lambda wire: wire.all_gather(room, padded))
+    return Call(bytes_of(*outs), issue, finish, outs, got=sizes, given=[given.numel()] * size)
 
 
 def reduce_scatter(tensors: Sequence[Tensor], size: int, reduce: str = "sum") -> Call:
@@ -164,7 +183,9 @@ def reduce_scatter(tensors: Sequence[Tensor], size: int, reduce: str = "sum") ->
         stack = stack.to(WIDER.get(out.dtype, out.dtype))
         out.copy_(_FOLDS[reduce](stack).reshape(out.shape))
 
-    return Call(bytes_of(*parts), lambda wire: [wire.all_to_all(room, given, [own] * size, splits)], finish)
+    got = [own] * size
+    issue = _one(lambda wire: wire.all_to_all(room, given, got, splits))
+    return Call(bytes_of(*parts), issue, finish, parts, reduce, got, splits)
 
 
 _FOLDS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -190,9 +211,9 @@ def all_to_all(
     form, room = movable(x).reshape(-1), room_for(out)
     got_sizes = _row_sizes("output", out, room.numel(), got, size)
     given_sizes = _row_sizes("input", x, form.numel(), given, size)
-    return Call(
-        bytes_of(x), lambda wire: [wire.all_to_all(room, form, got_sizes, given_sizes)], lambda: land(out, room)
-    )
+    issue = _one(lambda wire: wire.all_to_all(room, form, got_sizes, given_sizes))
+    detail = str(x.dtype).removeprefix("torch.")
+    return Call(bytes_of(x), issue, lambda: land(out, room), (), detail, got_sizes, given_sizes)
 
 
 def _all_to_all_parts(outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Call:
@@ -206,7 +227,8 @@ def _all_to_all_parts(outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Call:
         for out, arrived in zip(outs, torch.split(room, got), strict=True):
             land(out, arrived)
 
-    return Call(bytes_of(*parts), lambda wire: [wire.all_to_all(room, form, got, given)], finish)
+    issue = _one(lambda wire: wire.all_to_all(room, form, got, given))
+    return Call(bytes_of(*parts), issue, finish, (), str(form.dtype).removeprefix("torch."), got, given)
 
 
 def _row_sizes(what: str, x: Tensor, elements: int, rows: Sequence[int] | None, size: int) -> list[int]:
@@ -235,7 +257,8 @@ def gather(tensors: Sequence[Tensor], size: int, root: int = 0, index: int = 0) 
         for out, part in zip(outs, torch.split(room, sizes), strict=False):
             land(out, part)
 
-    return Call(size * bytes_of(x), lambda wire: [wire.all_to_all(room, form, sizes, given)], finish)
+    issue = _one(lambda wire: wire.all_to_all(room, form, sizes, given))
+    return Call(size * bytes_of(x), issue, finish, [x], f"root {root}", sizes, given)
 
 
 def scatter(tensors: Sequence[Tensor], size: int, root: int = 0, index: int = 0) -> Call:
@@ -248,9 +271,10 @@ def scatter(tensors: Sequence[Tensor], size: int, root: int = 0, index: int = 0)
     given = torch.cat(forms) if forms else room.new_empty(0)
     sizes = [form.numel() for form in forms] or [0] * size
     got = [room.numel() if other == root else 0 for other in range(size)]
-    return Call(size * bytes_of(out), lambda wire: [wire.all_to_all(room, given, got, sizes)], lambda: land(out, room))
+    issue = _one(lambda wire: wire.all_to_all(room, given, got, sizes))
+    return Call(size * bytes_of(out), issue, lambda: land(out, room), [out], f"root {root}", got, sizes)
 
 
 def barrier(tensors: Sequence[Tensor], size: int) -> Call:
     """Everyone is here before anyone goes on."""
-    return Call(0, lambda wire: [wire.barrier()])
+    return Call(0, _one(lambda wire: wire.barrier()))

@@ -1,230 +1,21 @@
 """The user's own `torch.distributed` calls, DDP and DTensor included, led to the gate.
 
-The default process group of a rank is a Python `ProcessGroup` whose every operation is a `Group.run`: recorded,
-guarded, abortable. It finds its group by name at use, so that DDP and meshes outlive a regroup of the same ranks.
+Inside ranks the default process group exists from the start; pasted `init_process_group` and `destroy_process_group`
+do nothing and say so once.
 """
 
-import datetime
 import functools
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from colossal_nb.parallel import compat
-from colossal_nb.parallel.group import Group, Work
+from colossal_nb.parallel.process_group import BACKEND, UserGroup
 from colossal_nb.parallel.world import World
 
-BACKEND = "colossal"
 _DEFAULT = "user"
-
-
-class UserWork(dist.Work):
-    """What `async_op=True` returns; its future completes the operation where nobody waits (DDP)."""
-
-    def __init__(self, works: Sequence[Work], tensors: Any) -> None:
-        super().__init__()
-        self._works, self._tensors = works, tensors
-        self._future: Any = None
-        self._lock = threading.Lock()
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        for work in self._works:
-            work.wait()
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def exception(self) -> Any:
-        return None
-
-    def result(self) -> Any:
-        return self._tensors
-
-    def _source_rank(self) -> int:
-        self.wait()
-        return int(self._works[0].handles[0].wait())
-
-    source_rank = _source_rank
-
-    def get_future(self) -> Any:
-        with self._lock:
-            if self._future is None:
-                handles = [handle.get_future() for work in self._works for handle in work.handles]
-                self._future = torch.futures.collect_all(handles).then(self._arrived)
-        return self._future
-
-    def _arrived(self, done: Any) -> Any:
-        try:
-            for one in done.value():
-                one.value()
-        except BaseException:
-            for work in self._works:
-                work.close()
-            raise
-        for work in self._works:
-            work.complete()
-        return self._tensors
-
-
-def _reduction(options: Any) -> str:
-    name: str = options.reduceOp.op.name.lower()
-    return name
-
-
-class UserGroup(compat.ProcessGroup):  # type: ignore[misc]
-    """A process group of the user: `name` and global `ranks` say which `Group` it stands for."""
-
-    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, torch_name: str) -> None:
-        super().__init__(rank, len(ranks))
-        self._name, self._ranks, self._torch_name = name, ranks, torch_name
-        self._together: list[UserWork] | None = None
-
-    @property
-    def group(self) -> Group:
-        return World.current().some(self._name, self._ranks)
-
-    @property
-    def group_name(self) -> str:
-        return self._torch_name
-
-    @property
-    def pg_name(self) -> str:
-        return self._torch_name
-
-    def _run(self, op: str, tensors: Sequence[Tensor], result: Any = None, **options: Any) -> UserWork:
-        return self._made([self.group.run(op, tensors, wait=False, **options)], tensors if result is None else result)
-
-    def _made(self, works: list[Work], result: Any) -> UserWork:
-        work = UserWork(works, list(result))
-        if self._together is not None:
-            self._together.append(work)
-        return work
-
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> UserWork:
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        if opts is None:
-            reduce = "sum"
-        else:
-            reduce = _reduction(opts) if hasattr(opts, "reduceOp") else opts.op.name.lower()
-        return self._run("all_reduce", tensors, reduce=reduce)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any) -> UserWork:
-        return self._run("all_reduce", tensors, reduce=_reduction(opts))
-
-    def reduce(self, tensors: Any, opts: Any) -> UserWork:
-        return self._run("reduce", tensors, reduce=_reduction(opts), root=opts.rootRank)
-
-    def broadcast(self, tensors: Any, opts: Any) -> UserWork:
-        return self._run("broadcast", tensors, root=opts.rootRank)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> UserWork:
-        if isinstance(inputs, Tensor):
-            outputs, inputs = [outputs], [inputs]
-        return self._run("all_gather", [*outputs[0], inputs[0]], outputs)
-
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> UserWork:
-        works = [
-            self.group.run("all_gather", [*(out[index] for out in outputs), x], wait=False)
-            for index, x in enumerate(inputs)
-        ]
-        return self._made(works, outputs)
-
-    def _allgather_base(self, output: Tensor, x: Tensor, opts: Any = None) -> UserWork:
-        return self._run("all_gather", [output, x], [output])
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> UserWork:
-        works = [self.group.run("all_gather", pair, wait=False) for pair in zip(outputs, inputs, strict=True)]
-        return self._made(works, outputs)
-
-    def gather(self, outputs: Any, inputs: Any, opts: Any) -> UserWork:
-        outs = outputs[0] if outputs else []
-        return self._run("gather", [*outs, inputs[0]], outputs, root=opts.rootRank)
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any) -> UserWork:
-        parts = inputs[0] if inputs else []
-        return self._run("scatter", [outputs[0], *parts], outputs, root=opts.rootRank)
-
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> UserWork:
-        return self._run("reduce_scatter", [outputs[0], *inputs[0]], outputs, reduce=_reduction(opts))
-
-    def _reduce_scatter_base(self, output: Tensor, x: Tensor, opts: Any = None) -> UserWork:
-        reduce = "sum" if opts is None else _reduction(opts)
-        return self._run("reduce_scatter", [output, x], [output], reduce=reduce)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> UserWork:
-        reduce = "sum" if opts is None else _reduction(opts)
-        pairs = zip(outputs, inputs, strict=True)
-        works = [self.group.run("reduce_scatter", pair, wait=False, reduce=reduce) for pair in pairs]
-        return self._made(works, outputs)
-
-    def alltoall_base(self, output: Tensor, x: Tensor, got: Any, given: Any, opts: Any = None) -> UserWork:
-        return self._run("all_to_all", [output, x], [output], got=list(got), given=list(given))
-
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> UserWork:
-        return self._run("all_to_all", [*outputs, *inputs], outputs)
-
-    def barrier(self, opts: Any = None) -> UserWork:
-        return self._run("barrier", [])
-
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        self._run("barrier", []).wait()
-
-    def send(self, tensors: Any, dst: int, tag: int = 0) -> UserWork:
-        return self._run("send", tensors, peer=dst, tag=tag)
-
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> UserWork:
-        return self._run("recv", tensors, peer=src, tag=tag)
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> UserWork:
-        return self._run("recv", tensors, peer=None, tag=tag)
-
-    # torch 2.13's names of the same.
-    all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-    all_to_all_single = alltoall_base
-
-    def _start_coalescing(self, device: Any = None) -> None:
-        self._together = []
-
-    def _end_coalescing(self, device: Any = None) -> UserWork:
-        """One work for all that was started meanwhile; gloo itself has none of this and breaks when asked."""
-        together, self._together = self._together or [], None
-        return UserWork([each for work in together for each in work._works], [])
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self.group.seq
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Ours begins at 0 by itself."""
-
-    def set_timeout(self, timeout: Any) -> None:
-        """A wait has no limit here: a hang is explained and ended by the cluster."""
-
-    def shutdown(self) -> None:
-        """The world ends the groups."""
-
-    def abort(self) -> None:
-        self.group.epoch.abort("the process group was aborted")
-
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
-        return BACKEND
-
-    def name(self) -> str:
-        return BACKEND
 
 
 def _create(options: Any, _: Any = None) -> UserGroup:
@@ -249,7 +40,7 @@ def start() -> None:
     compat.heal_coalescing()
     if dist.is_initialized():
         default: Any = dist.group.WORLD
-        if isinstance(default, UserGroup) and default._ranks == world.ranks and default.rank() == _index(world):
+        if isinstance(default, UserGroup) and default.ranks == world.ranks and default.rank() == _index(world):
             return
         _ORIGINAL["destroy_process_group"]()
     before = sys.excepthook

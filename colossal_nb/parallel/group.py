@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from colossal_nb.parallel import calls, compat, forms
+from colossal_nb.parallel import agreement, calls, compat, forms
 from colossal_nb.parallel.transports import messages
 from colossal_nb.parallel.transports.gloo import Gloo, Handle
 from colossal_nb.record.events import group_name, link_name
@@ -118,13 +118,24 @@ class Group:
         self.epoch, self.name, self.ranks, self.index = epoch, name, ranks, index
         self.size = len(ranks)
         self.seq = 0
+        self.careful = False  # compare every blocking call between the ranks, not each kind's first
         self._label = group_name(name, ranks)
+        self._agreed: set[agreement.Signature] = set()
         self._messages: dict[tuple[int, int], int] = {}
         self._wire: Gloo | None = None
         self._couriers: dict[tuple[str, int | None], ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
 
-    def run(self, op: str, tensors: Sequence[Tensor], *, of: str = "", wait: bool = True, **options: Any) -> Work:
+    def run(
+        self,
+        op: str,
+        tensors: Sequence[Tensor],
+        *,
+        of: str = "",
+        wait: bool = True,
+        compare: bool | None = None,
+        **options: Any,
+    ) -> Work:
         """Run one operation on every rank of the group; the only way to other ranks.
 
         op and tensors: `all_reduce` [*xs], `broadcast` [*xs] (root=), `all_gather` [out, x] or [*outs, x],
@@ -132,6 +143,8 @@ class Group:
         (root=), `gather` [*outs, x], `scatter` [out, *parts] (root=), `barrier` [], `send` and `recv` [x] (peer=,
         tag=, eager=). reduce= is one of `forms.REDUCTIONS`; root and peer count inside the group.
         `of` names what is moved, for the record. With wait=False the result is there after `Work.wait()`.
+        Ranks compare what they call before bytes move (`compare`; by default where they wait): each kind of call once,
+        all of them where the group is `careful`.
 
         Raises ValueError for what cannot be right, Released after an abort (KeyboardInterrupt if the rank was
         interrupted); never hangs once its groups are aborted.
@@ -147,7 +160,18 @@ class Group:
         self._allowed()
         token = self._begin(op, self._label, self.seq, call.payload_bytes, of)
         self.seq += 1
-        return self._started(lambda: call.issue(self.wire()), call.finish, token, wait)
+        return self._started(
+            lambda: self._agreeing(op, call, wait if compare is None else compare), call.finish, token, wait
+        )
+
+    def _agreeing(self, op: str, call: calls.Call, compare: bool) -> Sequence[Handle]:
+        wire = self.wire()
+        if compare:
+            mine = agreement.signature(op, call)
+            if self.careful or mine not in self._agreed:
+                agreement.agree(wire, mine, call, self.index, self.ranks)
+                self._agreed.add(mine)
+        return call.issue(wire)
 
     def _started(
         self, issue: Callable[[], Sequence[Handle]], finish: Callable[[], None] | None, token: Any, wait: bool

@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from colossal_nb.parallel import distributed
 from colossal_nb.parallel.group import Released
+from colossal_nb.parallel.process_group import UserGroup
+from colossal_nb.parallel.transports.messages import Mismatch
 from colossal_nb.parallel.world import World
 from colossal_nb.record.store import RecordBuilder
 
@@ -205,5 +207,46 @@ def test_no_name_of_torchs_process_group_is_missing():
         "use_pg_for_symm_mem_rendezvous",
     }  # fmt: skip
     names = {name for name in dir(dist.ProcessGroup) if not name.startswith("__")}
-    ours = set(vars(distributed.UserGroup))
+    ours = set(vars(UserGroup))
     assert names - inherited - ours == set()
+
+
+def _differing(case):
+    distributed.start()
+    rank = dist.get_rank()
+    calls = {
+        "size": lambda: dist.all_reduce(torch.ones(9 if rank == 0 else 4)),
+        "dtype": lambda: dist.all_reduce(torch.ones(4, dtype=torch.float64 if rank == 0 else torch.float32)),
+        "reduction": lambda: dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if rank == 0 else dist.ReduceOp.SUM),
+        "root": lambda: dist.broadcast(torch.ones(4), src=rank),
+        "operation": lambda: dist.barrier() if rank == 0 else dist.all_reduce(torch.ones(4)),
+        "output": lambda: dist.all_gather([torch.ones(3)] * 2, torch.ones(3 + rank)),
+        "parts": lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4 + rank), [2, 2], [2 + rank, 2]),
+    }
+    with pytest.raises(Mismatch) as caught:
+        calls[case]()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return str(caught.value), x.item(), World.current().recorder.open()
+
+
+DIFFERENT = "the ranks of a group call different operations: rank 0 calls {}, rank 1 calls {}; nothing was transferred"
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("size", DIFFERENT.format("all_reduce (sum) float32 [9]", "all_reduce (sum) float32 [4]")),
+        ("dtype", DIFFERENT.format("all_reduce (sum) float64 [4]", "all_reduce (sum) float32 [4]")),
+        ("reduction", DIFFERENT.format("all_reduce (max) float32 [4]", "all_reduce (sum) float32 [4]")),
+        ("root", DIFFERENT.format("broadcast (root 0) float32 [4]", "broadcast (root 1) float32 [4]")),
+        ("operation", DIFFERENT.format("barrier", "all_reduce (sum) float32 [4]")),
+        ("output", "all_gather: rank 1 gives rank 0 4 elements, rank 0 expects 3; nothing was transferred"),
+        ("parts", "all_to_all: rank 1 gives rank 0 3 elements, rank 0 expects 2; nothing was transferred"),
+    ],
+)
+def test_ranks_that_call_different_things_all_say_so_and_live(ranks, case, text):
+    results = ranks(2).run(_differing, case)
+    assert [value for _, value, _ in results] == [2.0, 2.0]
+    assert [still_open for _, _, still_open in results] == [[], []]
+    assert text in [told for told, _, _ in results]
