@@ -242,3 +242,12 @@ def test_the_report_is_short() -> None:
         "head: 96 rows by vocabulary",
         "whole: position: its indices (positions) do not come from the model's input",
     ]
+
+
+@pytest.mark.parametrize("bias", [-5.0, 5.0])
+def test_a_dead_unit_is_dealt_like_the_others(bias: float) -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU6(), nn.Linear(64, 4))
+    nn.init.constant_(model[0].bias, 2 * bias)  # below 0 or above 6 for every input: a small push moves nothing
+    (pair,) = decided(model, 4, (torch.randn(1, 4),)).pairs
+    assert pair.columns[0][1] == pair.row_parts
+    assert pair.groups == 64

@@ -17,7 +17,7 @@ from colossal_nb.parallel.structure import rebuild
 from colossal_nb.parallel.tensor.values import Parts, even_parts
 from colossal_nb.parallel.trace import Call, Trace
 
-PUSHES = (1.0, 10.0, -10.0, 100.0)  # a dead ReLU needs a larger push, of either sign
+PUSHES = (1.0, -1.0, 10.0, -10.0, 100.0, -100.0)  # a dead ReLU needs a larger push, in the right direction
 ROWS_AT_ONCE = 256
 LEVELS = 6  # kinds of features (by reach and column) that are combined when some must be copied
 
@@ -149,7 +149,7 @@ def _moved(
         if own:
             at = tuple(torch.tensor(own).T) if batched else (slice(None), torch.tensor([feature for _, feature in own]))
             place = (at[0], ..., at[1])
-            value[place] += push * torch.randn(value[place].shape, generator=generator).to(value)
+            value[place] += push * (0.5 + torch.rand(value[place].shape, generator=generator)).to(value)
     try:
         arrived = region.run(values, spread).detach()
     except (RuntimeError, ValueError, IndexError):
