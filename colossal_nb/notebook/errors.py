@@ -10,7 +10,7 @@ from colossal_nb.notebook.fold import named, rank_list
 from colossal_nb.run import RankError, Run
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_CELL = re.compile(r"(?<=\bIn)\[(\d+)\]")
+_CELL = re.compile(r"(?<=In)\[(\d+)\]")
 _OURS = re.compile(r"File \S*[/\\]colossal_nb[/\\](?!models|corpus)")
 _LIBRARY = re.compile(r"File \S*[/\\](?:site-packages|lib[/\\]python[0-9.]+)[/\\]")
 MOST_LIBRARY_FRAMES = 2

@@ -58,8 +58,8 @@ Owed = tuple[tuple[str, str], tuple[str, str]]
 
 
 def alike_key(item: Item) -> tuple[str, str]:
-    """Equal for lines that differ only in digits; rich output is never alike."""
-    return (f"~{item.kind}", skeleton(item.text)) if item.kind in ("stdout", "stderr") else ("", "")
+    """Equal for lines that differ only in digits; rich output is alike only if it is the same."""
+    return (f"~{item.kind}", skeleton(item.text)) if item.kind in ("stdout", "stderr") else item.key
 
 
 class _Rank:

@@ -1,6 +1,7 @@
 """A real ipykernel, driven as a front end drives it."""
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ class Reply:
     status: str = ""
     ename: str = ""
     evalue: str = ""
+    pages: str = ""
+    """What `name?` shows in the front end's pager."""
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def stream(self, name: str = "stdout") -> str:
@@ -39,7 +42,8 @@ class Reply:
     @property
     def error(self) -> str:
         """The error as shown, without colours."""
-        return "\n".join("\n".join(each["traceback"]) for kind, each in self.messages if kind == "error")
+        text = "\n".join("\n".join(each["traceback"]) for kind, each in self.messages if kind == "error")
+        return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
     @property
     def size(self) -> int:
@@ -68,8 +72,9 @@ class Notebook:
             if kind == "status" and content["execution_state"] == "idle":
                 break
             reply.messages.append((kind, content))
-        content = self._answer(sent, end)
+        content = self.answer(sent, end)
         reply.status = content["status"]
+        reply.pages = "\n".join(each["data"]["text/plain"] for each in content.get("payload", []) if "data" in each)
         reply.ename, reply.evalue = content.get("ename", ""), content.get("evalue", "")
         return reply
 
@@ -79,11 +84,11 @@ class Notebook:
         return reply
 
     def matches(self, code: str, cursor: int | None = None) -> list[str]:
-        content = self._answer(self.client.complete(code, len(code) if cursor is None else cursor))
+        content = self.answer(self.client.complete(code, len(code) if cursor is None else cursor))
         return [str(match) for match in content["matches"]]
 
     def inspect(self, code: str, cursor: int) -> dict[str, Any]:
-        return self._answer(self.client.inspect(code, cursor))
+        return self.answer(self.client.inspect(code, cursor))
 
     def value(self, expression: str) -> str:
         """repr of an expression in the kernel."""
@@ -93,7 +98,7 @@ class Notebook:
         self.client.stop_channels()
         self.manager.shutdown_kernel(now=False)
 
-    def _answer(self, sent: str, end: float | None = None) -> dict[str, Any]:
+    def answer(self, sent: str, end: float | None = None) -> dict[str, Any]:
         end = time.monotonic() + 30 if end is None else end
         while True:
             message = self.client.get_shell_msg(timeout=max(0.1, end - time.monotonic()))

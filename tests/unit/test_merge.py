@@ -191,6 +191,13 @@ def test_equal_pictures_are_shown_once_and_others_under_a_mark() -> None:
     assert page.text() == "[0]\n[1]\n[2]\n[3]\n"
 
 
+def test_a_late_picture_is_the_same_or_another_one() -> None:
+    cell = Cell(ranks=2).shows(0, image_png="a", text_plain="A").shows(0, image_png="a", text_plain="A").wait(0.3)
+    cell.shows(1, image_png="a", text_plain="A").shows(1, image_png="b", text_plain="B")
+    assert cell.end().pictures == ["A", "A", "B"]
+    assert cell.page.text() == "[0]\n[0]\n[1] the same output\n[1]\n"
+
+
 def test_results_are_merged_and_lined_up() -> None:
     cell = Cell(ranks=3)
     for rank in range(3):

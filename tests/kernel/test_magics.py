@@ -1,0 +1,177 @@
+"""The magics through a real kernel: loading, verbs, options, completion, help, summary."""
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Notebook
+
+
+def eventually(fact: Callable[[], bool], limit_s: float = 60) -> bool:
+    """Whether something becomes true in time. The first completion imports what completes."""
+    end = time.monotonic() + limit_s
+    while not fact():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_loading_imports_no_torch_and_again_changes_nothing(notebook: Notebook) -> None:
+    notebook.ok("%reload_ext colossal_nb\n%load_ext colossal_nb")
+    assert notebook.value("[name for name in ('torch', 'matplotlib', 'pandas') if name in __import__('sys').modules]") == "[]"
+    assert notebook.value("get_ipython().Completer.custom_matchers.__len__()") == "1"
+
+
+def test_status_before_anything_runs_says_what_to_do() -> None:
+    code = ("from IPython.core.interactiveshell import InteractiveShell\nshell = InteractiveShell.instance()\n"
+            "from colossal_nb.notebook.magics import Notebook\nfrom colossal_nb.session import Session\n"
+            "class Page:\n    def display(self, data, *rest, **more): print(data['text/plain'])\n"
+            "Notebook(shell, Session(), Page()).line('')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "no engines run; the first %%colossal cell starts them\n"
+
+
+def test_the_first_cell_starts_four_engines(notebook: Notebook) -> None:
+    assert notebook.ok("%%colossal\nprint(world_size)").stream() == "4  (same on ranks 0-3)\n"
+    assert notebook.ok("%colossal").said.startswith("4 engines, ")
+
+
+def test_start_never_takes_engines_away(notebook: Notebook) -> None:
+    reply = notebook.run("%colossal start -n 2")
+    assert reply.status == "error" and "fewer need %colossal stop first" in reply.evalue
+
+
+def test_out_binds_the_run_and_last_run_keeps_it(notebook: Notebook) -> None:
+    notebook.ok("%%colossal --out first\nprint('kept', rank)")
+    assert notebook.value("first is cnb.last_run, first.status, first.text(2)") == "(True, 'ok', 'kept 2\\n')"
+    notebook.ok("%%colossal\npass")
+    assert notebook.value("first is cnb.last_run") == "False"
+
+
+def test_push_and_pull(notebook: Notebook) -> None:
+    notebook.ok("import math\ndef double(x):\n    return 2 * x\nclass Pair:\n    both = (1, 2)\nvalue = [3.5]")
+    assert notebook.ok("%colossal push math double Pair, value").said == "pushed math, double, Pair, value to 4 ranks"
+    assert notebook.ok("%%colossal\nprint(double(value[0]), Pair.both, math.floor(2.5))").stream().startswith("7.0 (1, 2) 2")
+    notebook.ok("%%colossal\nimport torch\nmine = torch.full((2,), float(rank))")
+    assert notebook.ok("%colossal pull mine --rank 3").said == "mine: ndarray from rank 3"
+    assert notebook.value("mine") == "array([3., 3.], dtype=float32)"
+    notebook.ok("%%colossal --pull mine,other\nother = rank + 10")
+    assert notebook.value("mine.tolist(), other") == "([0.0, 0.0], 10)"
+
+
+def test_names_that_only_the_kernel_has_are_listed_at_once(notebook: Notebook) -> None:
+    notebook.ok("only_here, here_too = 1, 2")
+    reply = notebook.run("%%colossal\nprint('ran')\nprint(only_here + here_too)")
+    assert reply.ename == "NameError" and reply.stream() == ""
+    assert "%colossal push only_here here_too" in reply.evalue
+    notebook.ok("%colossal push only_here here_too")
+    assert notebook.ok("%%colossal\nprint(only_here + here_too)").stream().startswith("3")
+
+
+def test_who_names_variables_and_where_they_are(notebook: Notebook) -> None:
+    notebook.ok("%%colossal\neverywhere = 'a'\nif rank == 2: alone = 5")
+    rows = [line.split() for line in notebook.ok("%colossal who").said.splitlines()]
+    assert ["everywhere", "str", "'a'", "all", "ranks"] in rows
+    assert ["alone", "int", "5", "rank", "2"] in rows
+
+
+def test_a_subset_of_ranks(notebook: Notebook) -> None:
+    assert notebook.ok("%%colossal --ranks 1,3\nprint('here')").stream() == "here  (same on ranks 1,3)\n"
+
+
+def test_local_runs_the_cell_here_as_well(notebook: Notebook) -> None:
+    notebook.ok("%%colossal --local\nin_both = 11")
+    assert notebook.value("in_both") == "11"
+
+
+def test_a_strategy_cell_ends_with_its_line(notebook: Notebook) -> None:
+    said = notebook.ok("%%colossal tp=2 # two and two\npass").said
+    assert said.startswith("4 engines, dp=2 (filled) tp=2 | ")
+
+
+def test_a_short_bare_cell_ends_without_one(notebook: Notebook) -> None:
+    assert notebook.ok("%%colossal\npass").said == ""
+
+
+def test_restart_of_one_rank_copies_names(notebook: Notebook) -> None:
+    notebook.ok("%%colossal\nkept = 5")
+    assert "rank 2 is replaced" in notebook.ok("%colossal restart --rank 2").said
+    assert notebook.ok("%%colossal\nprint(kept)").stream() == "5  (same on ranks 0-3)\n"
+
+
+def test_fields_values_options_and_verbs_are_completed(notebook: Notebook) -> None:
+    assert notebook.matches("%%colossal ") == notebook.matches("%%colossal \nx = 1", 11)
+    assert {"dp=", "tp=", "microbatches=", "--ranks", "--out"} <= set(notebook.matches("%%colossal "))
+    assert notebook.matches("%%colossal tp=2 sch") == ["schedule="]
+    assert notebook.matches("%%colossal schedule=g") == ["schedule=gpipe"]
+    assert notebook.matches("%%colossal tp=2 --sh") == ["--show"]
+    assert notebook.matches("%colossal st") == ["start", "status", "stop"]
+    assert notebook.matches("%colossal restart --r") == ["--rank"]
+
+
+def test_the_ranks_variables_are_completed_and_explained_below_the_line(notebook: Notebook) -> None:
+    notebook.ok('%%colossal\ndef only_on_ranks(x):\n    """Doubles."""\n    return 2 * x\nclass Thing:\n    some_field = 1')
+    assert eventually(lambda: notebook.matches("%%colossal\nonly_on_r") == ["only_on_ranks"])
+    assert "some_field" in [match.split(".")[-1] for match in notebook.matches("%%colossal\nx = 1\nThing.some_f")]
+    code = "%%colossal tp=2\nonly_on_ranks"
+    reply = notebook.inspect(code, len(code) - 3)
+    assert reply["found"] and "Doubles." in reply["data"]["text/plain"]
+    assert "pipeline stages" in notebook.inspect("%%colossal pp=2\nx", 12)["data"]["text/plain"]
+    notebook.ok("plain_here = 1")
+    assert notebook.inspect("plain_here", 3)["found"]
+    assert notebook.matches("plain_h") == ["plain_here"]
+    assert notebook.matches("%colossal push plain_h") == ["plain_here"]
+    assert notebook.matches("%colossal pull only_on_r") == ["only_on_ranks"]
+
+
+def test_help(notebook: Notebook) -> None:
+    assert "microbatches" in notebook.ok("%%colossal?").pages
+    assert "%colossal VERB" in notebook.ok("%colossal?").pages
+    assert "Example\n    %colossal push" in notebook.ok("%colossal push?").said
+    assert "Example\n    %%colossal pp=2" in notebook.ok("%colossal help pp").said
+
+
+def test_compare_runs_the_last_cell_under_each_strategy(notebook: Notebook) -> None:
+    notebook.ok("%%colossal dp=4\nbig = [rank]\nprint('never shown again')")
+    reply = notebook.ok('%colossal compare "dp=2 ; tp=2"')
+    rows = [line.split("  ")[0] for line in reply.said.splitlines()]
+    assert "strategy" in rows and "dp=2" in rows and "dp=2 (filled) tp=2" in rows
+    assert reply.stream() == ""
+    assert notebook.ok('%%colossal --compare "dp=2; pp=2" --out both\nx = 1').status == "ok"
+    assert notebook.value("[run.title for run in both]") == "['dp=2', 'dp=2 (filled) pp=2']"
+
+
+def test_report(notebook: Notebook) -> None:
+    notebook.ok("%%colossal\npass")
+    assert notebook.ok("%colossal report").said.startswith("the last cell ran")
+
+
+def test_export_writes_a_script(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.ok("%%colossal dp=2\nprint('trained', world_size)")
+    path = tmp_path / "train.py"
+    assert "torchrun --nproc-per-node 2" in notebook.ok(f"%colossal export {path}").said
+    text = path.read_text()
+    assert text.index('cnb.init("dp=2")') < text.index("print('trained', world_size)")
+    path.write_text("mine")
+    assert notebook.run(f"%colossal export {path}").ename == "ValueError"
+    assert path.read_text() == "mine"
+
+
+def test_stop_leaves_nothing_and_the_next_cell_starts_anew(notebook: Notebook) -> None:
+    pids = [int(line.split()[1]) for line in notebook.ok("%colossal").said.splitlines() if line.endswith("ready")]
+    assert len(pids) == 4
+    assert notebook.ok("%colossal stop").said == "stopped 4 engines"
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+    assert notebook.ok("%colossal stop").said == "no engines run"
+    assert notebook.ok("%%colossal tp=2\nprint(world_size)").stream() == "2\n"
+
+
+@pytest.mark.parametrize("code", ["import colossal_nb", "import colossal_nb.notebook.magics, colossal_nb.session"])
+def test_the_kernels_half_does_without_torch(code: str) -> None:
+    run = f"{code}\nimport sys\nassert not {{'torch', 'pandas', 'ipyparallel.engine'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", run], check=True, timeout=60)
