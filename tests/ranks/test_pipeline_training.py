@@ -258,3 +258,63 @@ def test_borders_around_units_have_the_same_numbers_on_every_stage(ranks: Any) -
     assert (0, 0) in last
     assert max(site for _, site in last) == 8  # after the fourth unit
     assert 1 not in {site for _, site in last}  # unit 0 runs on the first stage alone
+
+
+def frozen(prefixes: list[str]) -> tuple[float, list[str]]:
+    """Gradients of what still trains, and what has none, when parts are frozen after parallelizing."""
+    world = World.current()
+    strategy = Strategy.parse("pp=2 microbatches=2").filled(2)
+    model = zoo.build("gpt")
+    whole = copy.deepcopy(model)
+    parallel = pipeline.apply(model, strategy.mesh(2), strategy, zoo.batch("gpt", 2))
+    for each in (model, whole):
+        for name, p in each.named_parameters():
+            p.requires_grad_(not any(name.startswith(prefix) for prefix in prefixes))
+    batches = [zoo.batch("gpt", 2, seed=n) for n in range(2)]
+    parallel.run_step(batches, loss_of)
+    whole_step(whole, batches)
+    held = set(parallel.stages[world.rank])
+    return worst(model, whole, held, "grad"), [n for n, p in model.named_parameters() if n in held and p.grad is None]
+
+
+@pytest.mark.parametrize("prefixes", [["token", "position", "blocks.0", "blocks.1"], ["blocks.2", "head"], ["token"]])
+def test_frozen_parts_get_no_gradient_and_let_others_through(ranks: Any, prefixes: list[str]) -> None:
+    names = [name for name, _ in zoo.build("gpt").named_parameters()]
+    results = ranks(2).run(frozen, prefixes)
+    assert all(difference <= 1e-10 for difference, _ in results)
+    without = {name for _, missing in results for name in missing}
+    assert without == {name for name in names if any(name.startswith(prefix) for prefix in prefixes)}
+
+
+def fails_and_goes_on() -> tuple[str, float]:
+    """The loss fails on the last stage; after a regroup the same step is right."""
+    world = World.current()
+    strategy = Strategy.parse("pp=2 microbatches=3").filled(2)
+    model = zoo.build("tied gpt")
+    whole = copy.deepcopy(model)
+    parallel = pipeline.apply(model, strategy.mesh(2), strategy, zoo.batch("tied gpt", 2))
+    batches = [zoo.batch("tied gpt", samples, seed=samples) for samples in (2, 4, 3)]
+
+    def breaks(output: Any, number: int) -> tuple[Tensor, float]:
+        if number == 1:
+            raise ArithmeticError("in the loss")
+        return loss_of(output, number)
+
+    try:
+        parallel.run_step(batches, breaks)
+        error = ""
+    except Exception as caught:
+        error = type(caught).__name__
+    world.abort("a test")
+    world.regroup(world.epoch + 1, (0, 1))
+    assert model.token.weight.grad is None  # half a sum is no gradient of a shared parameter
+    model.zero_grad()
+    parallel.run_step(batches, loss_of)
+    whole_step(whole, batches)
+    return error, worst(model, whole, set(parallel.stages[world.rank]), "grad")
+
+
+def test_an_error_in_the_loss_frees_the_other_stage_and_the_next_step_is_right(ranks: Any) -> None:
+    (first, one), (last, other) = ranks(2).run(fails_and_goes_on)
+    assert (first, last) == ("Released", "ArithmeticError")
+    assert max(one, other) <= 1e-10

@@ -48,7 +48,8 @@ def test_a_tied_weight_is_held_by_both_ends() -> None:
 
 def test_skips_cross_to_where_they_are_used() -> None:
     found = split_of("u-net", 2)
-    assert crossing(found)[1] == ["first", "down.0", "down.1"] or len(crossing(found)[1]) == 3
+    assert names(found, 1)[0] == "joined.0"
+    assert crossing(found)[1] == ["first", "down.0", "up.0"]
 
 
 def test_a_parameter_that_glue_reads_lives_where_its_value_goes() -> None:
@@ -86,6 +87,27 @@ def test_more_stages_than_blocks_are_refused_with_their_names() -> None:
     model = GPT(vocab_size=16, layers=2, hidden=8, heads=2)
     with pytest.raises(ValueError, match=r"pp=4 is more than the 2 blocks .*blocks\.0, blocks\.1.*pp=2 is the largest"):
         split(model, trace(model, model.example_inputs()), 4)
+
+
+def test_blocks_inside_blocks_count() -> None:
+    """Two levels of two blocks each are four blocks."""
+
+    class Level(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(zoo.Block() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.inner:
+                x = block(x)
+            return x
+
+    model = nn.Sequential(Level(), Level())
+    record = trace(model, (torch.randn(2, zoo.WIDTH),))
+    found = split(model, record, 4)
+    assert [names(found, stage) for stage in range(4)] == [["0.inner.0"], ["0.inner.1"], ["1.inner.0"], ["1.inner.1"]]
+    with pytest.raises(ValueError, match="pp=5 is more than the 4 blocks"):
+        split(model, record, 5)
 
 
 def test_more_stages_than_parts_are_refused() -> None:

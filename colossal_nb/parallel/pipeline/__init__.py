@@ -71,6 +71,7 @@ class Pipeline:
     split: Split
     proof: Proof
     known: dict[Any, Specs] = field(default_factory=dict)
+    epoch: int = -1
 
     def __post_init__(self) -> None:
         self.report: Report = report_on(self.model, self.split, self.proof)
@@ -121,5 +122,10 @@ class Pipeline:
     def _executor(
         self, microbatches: Sequence[Microbatch], loss_of: LossOf[Kept] | None, borders: Borders | None
     ) -> Executor[Kept]:
-        mail = Mail(self.mesh, World.current().device)
+        world = World.current()
+        if self.epoch != world.epoch:
+            # An abort may have kept shapes from a stage that the stage before counts as told.
+            self.epoch = world.epoch
+            self.known.clear()
+        mail = Mail(self.mesh, world.device)
         return Executor(self.stage, mail, self.known, microbatches, loss_of, borders)

@@ -89,6 +89,11 @@ def _staged(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[
         values.update(made.values)
         runs.append((stage, made, parameters))
     outputs = leaves(runs[-1][1].output)
+    if len(outputs) != len(whole.outputs):
+        raise ValueError(
+            f"pp={split.stages} would be wrong: the last stage returns {len(outputs)} tensors, the whole model "
+            f"{len(whole.outputs)}: some are collected on other stages. Ask the model for fewer outputs"
+        )
     loss = _scalar(outputs, whole.outputs)
     if torch.is_grad_enabled():
         _backward(runs, loss)

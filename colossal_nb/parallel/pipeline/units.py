@@ -44,6 +44,9 @@ def _check_blocks(model: nn.Module, units: list[Call], stages: int) -> None:
     """Where blocks do most of the work, a stage without a block would only wait."""
     blocks = [call for call in units if call.has_parameters and is_block(model, call)]
     blocks_lead = 2 * sum(call.flops for call in blocks) > sum(call.flops for call in units)
+    for call in [call for call in blocks if _has_chain(model, call)]:
+        blocks.remove(call)
+        blocks += [inside for inside in call.descendants() if inside.has_parameters and is_block(model, inside)]
     _require(len(blocks) >= stages or not blocks_lead, model, stages, blocks, "blocks")
 
 
