@@ -73,11 +73,20 @@ class Held:
     size_bytes: int
 
 
-class _Watch(weakref.ref[Any]):
-    """A weak reference to a storage that remembers its key."""
+class _Entry(weakref.ref[Any]):
+    """A weak reference to a storage, with what is known of it."""
 
-    __slots__ = ("key",)
+    __slots__ = ("category", "key", "name", "shape", "size", "where")
     key: int
+    category: str
+    name: str
+    shape: torch.Size | None
+    where: str
+    size: int
+
+    def held(self) -> Held:
+        name = self.name if self.shape is None else f"{self.name} {list(self.shape)}"
+        return Held(self.category, name, self.where, self.size)
 
 
 class Ledger:
@@ -85,13 +94,13 @@ class Ledger:
 
     def __init__(self, rank: int, recorder: Recorder, capacity_bytes: int | None = None) -> None:
         self.rank, self.recorder, self.capacity_bytes = rank, recorder, capacity_bytes
-        self._held: dict[int, tuple[_Watch, Held]] = {}
+        self._held: dict[int, _Entry] = {}
         self._bytes = {where: dict.fromkeys(CATEGORIES, 0) for where in WHERE}
         self._total = dict.fromkeys(WHERE, 0)
         self._peak = dict.fromkeys(WHERE, 0)
         self._sampled = dict.fromkeys(WHERE, 0)
         self._lock = threading.RLock()  # a storage may be freed while we write
-        self._modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._modules: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._inside: list[str] = []
         self._graded: dict[int, weakref.ref[Tensor]] = {}
 
@@ -101,41 +110,42 @@ class Ledger:
         Raises OutOfDeviceMemory where the device's total passes the capacity.
         """
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        known = self._held.get(storage._cdata)
+        if known is not None:
+            if known.size == storage.nbytes() and known.category == category and known.where == where:
+                return
+            with self._lock:
+                self._forget(known)
+        self._add(storage, category, name, None, where)
+
+    def _add(self, storage: Any, category: str, name: str, shape: torch.Size | None, where: str) -> None:
+        entry = _Entry(storage, self._freed)
+        entry.key, entry.size = storage._cdata, storage.nbytes()
+        entry.category, entry.name, entry.shape, entry.where = category, name, shape, where
+        size = entry.size
         with self._lock:
-            known = self._held.get(key)
-            if known is not None:
-                held = known[1]
-                if held.size_bytes == size and held.category == category and held.where == where:
-                    return
-                self._forget(key)
-            self._room(size, category, name, where)
-            watch = _Watch(storage, self._freed)
-            watch.key = key
-            self._held[key] = watch, Held(category, name, where, size)
+            total = self._total[where] + size
+            if where == "device" and self.capacity_bytes is not None and total > self.capacity_bytes:
+                self._write(where)
+                name = entry.held().name
+                raise OutOfDeviceMemory(self.rank, category, name, size, total - size, self.capacity_bytes)
+            self._held[entry.key] = entry
             self._bytes[where][category] += size
-            self._total[where] += size
-            if self._total[where] > self._peak[where]:
-                self._peak[where] = self._total[where]
-                if self._peak[where] > _HIGHER * self._sampled[where]:
+            self._total[where] = total
+            if total > self._peak[where]:
+                self._peak[where] = total
+                if total > _HIGHER * self._sampled[where]:
                     self._write(where)
 
-    def _room(self, size: int, category: str, name: str, where: str) -> None:
-        used, capacity = self._total[where], self.capacity_bytes
-        if where == "device" and capacity is not None and used + size > capacity:
-            self._write(where)
-            raise OutOfDeviceMemory(self.rank, category, name, size, used, capacity)
-
-    def _freed(self, watch: _Watch) -> None:
+    def _freed(self, entry: _Entry) -> None:
         with self._lock:
-            known = self._held.get(watch.key)
-            if known is not None and known[0] is watch:
-                self._forget(watch.key)
+            if self._held.get(entry.key) is entry:
+                self._forget(entry)
 
-    def _forget(self, key: int) -> None:
-        _, held = self._held.pop(key)
-        self._bytes[held.where][held.category] -= held.size_bytes
-        self._total[held.where] -= held.size_bytes
+    def _forget(self, entry: _Entry) -> None:
+        del self._held[entry.key]
+        self._bytes[entry.where][entry.category] -= entry.size
+        self._total[entry.where] -= entry.size
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, prefix: str = "") -> None:
         """Count a model's parameters and buffers, its gradients as they come, and the optimizer's states.
@@ -143,7 +153,7 @@ class Ledger:
         Again after parameters were replaced or cut: what is known already stays as it is.
         """
         for name, module in model.named_modules(prefix=prefix):
-            self._modules[module] = name or type(model).__name__
+            self._modules[id(module)] = weakref.ref(module), name or type(model).__name__
         for name, parameter in model.named_parameters(prefix=prefix):
             self.track(parameter, "parameter", name)
             self._watch_gradient(parameter, name)
@@ -176,10 +186,10 @@ class Ledger:
             yield
 
     def _saved(self, tensor: Tensor) -> Tensor:
-        key = tensor.untyped_storage()._cdata
-        if key not in self._held:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._held:
             inside = self._inside[-1] if self._inside else "outside modules"
-            self.track(tensor, "activation", f"{inside} {list(tensor.shape)}")
+            self._add(storage, "activation", inside, tensor.shape, "device")
         return tensor
 
     @contextmanager
@@ -195,8 +205,11 @@ class Ledger:
             del self._inside[depth:]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        outer = self._inside[-1] if self._inside else type(module).__name__
-        self._inside.append(self._modules.get(module, outer))
+        known = self._modules.get(id(module))
+        if known is not None and known[0]() is module:
+            self._inside.append(known[1])
+        else:
+            self._inside.append(self._inside[-1] if self._inside else type(module).__name__)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._inside:
@@ -219,7 +232,7 @@ class Ledger:
     def held(self, where: str = "device") -> list[Held]:
         """Every storage that is alive, largest first."""
         with self._lock:
-            found = [held for _, held in self._held.values() if held.where == where]
+            found = [entry.held() for entry in self._held.values() if entry.where == where]
         return sorted(found, key=lambda held: -held.size_bytes)
 
     def sample(self) -> None:
