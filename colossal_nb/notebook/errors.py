@@ -14,6 +14,7 @@ _CELL = re.compile(r"(?<=In)\[(\d+)\]")
 _OURS = re.compile(r"File \S*[/\\]colossal_nb[/\\](?!models|corpus)")
 _LIBRARY = re.compile(r"File \S*[/\\](?:site-packages|lib[/\\]python[0-9.]+)[/\\]")
 MOST_LIBRARY_FRAMES = 2
+MOST_FRAMES = 20
 MOST_OTHERS = 8
 LONGEST_VALUE = 2_000
 
@@ -79,7 +80,7 @@ def report(run: Run) -> list[str]:
 
 
 def shortened(traceback: Sequence[str]) -> list[str]:
-    """A traceback without frames of this package, and only the last few frames of libraries."""
+    """A traceback without frames of this package, the last few frames of libraries, and nothing of great length."""
     kept: list[str] = []
     library: list[str] = []
     for frame in traceback:
@@ -89,9 +90,19 @@ def shortened(traceback: Sequence[str]) -> list[str]:
         if _LIBRARY.search(text):
             library.append(frame)
             continue
-        kept += [*_few(library), frame]
+        kept += [*_few(library), _cut(frame)]
         library = []
-    return kept + _few(library)
+    kept += _few(library)
+    left_out = len(kept) - MOST_FRAMES
+    if left_out > 0:
+        kept[MOST_FRAMES // 2: -MOST_FRAMES // 2] = [f"    ... {left_out} frames ..."]
+    return kept
+
+
+def _cut(text: str) -> str:
+    if len(text) <= LONGEST_VALUE:
+        return text
+    return f"{text[:LONGEST_VALUE]} ... ({len(text):,} characters; all in cnb.last_run.errors)"
 
 
 def _few(frames: list[str]) -> list[str]:

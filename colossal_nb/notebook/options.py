@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_RANK = 1023
+MOST_CELL = 99_999
 
 
 @dataclass(frozen=True)
@@ -22,18 +23,27 @@ class Option:
 
 def ranks(text: str) -> tuple[int, ...]:
     """`0,2`, `0-2` or `[0, 2]` as sorted ranks."""
+    return _numbers(text, "ranks", MOST_RANK)
+
+
+def cells(text: str) -> tuple[int, ...]:
+    """`3-7` or `3,5` as sorted numbers of cells."""
+    return _numbers(text, "cells", MOST_CELL)
+
+
+def _numbers(text: str, what: str, most: int) -> tuple[int, ...]:
     found: set[int] = set()
     for part in text.strip("[]()").replace(" ", ",").split(","):
         match = re.fullmatch(r"(\d{1,6})(?:[-:.]+(\d{1,6}))?", part.strip()) if part.strip() else None
         if part.strip() and match is None:
-            raise ValueError(f"{text!r} names no ranks: write 0,2 or 0-3")
+            raise ValueError(f"{text!r} names no {what}: write 0,2 or 0-3")
         if match:
             first, last = int(match[1]), int(match[2] or match[1])
-            if last < first or last > MOST_RANK:
-                raise ValueError(f"{part.strip()} is no range of ranks: write the smaller one first, up to {MOST_RANK}")
+            if last < first or last > most:
+                raise ValueError(f"{part.strip()} is no range of {what}: write the smaller one first, up to {most}")
             found.update(range(first, last + 1))
     if not found:
-        raise ValueError("names no ranks: write 0,2 or 0-3")
+        raise ValueError(f"names no {what}: write 0,2 or 0-3")
     return tuple(sorted(found))
 
 
@@ -118,7 +128,7 @@ class Verb:
 
 
 _RANK = Option("--rank", "R", "this rank only", rank)
-_CELLS = Option("--cells", "3-7", "cells by their numbers (default: the %%colossal cells of this notebook)", ranks)
+_CELLS = Option("--cells", "3-7", "cells by their numbers (default: the %%colossal cells of this notebook)", cells)
 
 VERBS = {
     "start": Verb("start [-n 4]", "Start the engines now. The first %%colossal cell does it by itself, with as many as "

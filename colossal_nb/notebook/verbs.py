@@ -1,9 +1,12 @@
 """What each word after `%colossal` does."""
 from __future__ import annotations
 
+import pickle
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
+
+import cloudpickle
 
 import colossal_nb
 from colossal_nb.notebook import help as helps
@@ -71,9 +74,22 @@ def push(notebook: Notebook, arguments: VerbArguments) -> None:
     lacking = [name for name in wanted if name not in here]
     if lacking:
         raise NameError(f"there is no {', '.join(lacking)} here to push")
-    notebook.session.push({name: here[name] for name in wanted})
+    try:
+        notebook.session.push({name: here[name] for name in wanted})
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise ValueError(_not_pushed({name: here[name] for name in wanted}, error)) from error
     notebook.known.update(wanted)
     say(notebook.page, f"pushed {', '.join(wanted)} to {notebook.session.engines} ranks")
+
+
+def _not_pushed(values: dict[str, Any], error: Exception) -> str:
+    """Which of the values cannot travel, and why."""
+    for name, value in values.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception as reason:
+            return f"{name} cannot be copied to the ranks: {reason}; push what it is made from, or make it in a cell"
+    return f"{', '.join(values)} could not be copied to the ranks: {error}"
 
 
 def pull(notebook: Notebook, arguments: VerbArguments) -> None:
@@ -172,6 +188,7 @@ def export(notebook: Notebook, arguments: VerbArguments) -> None:
 
 def _chosen(notebook: Notebook, numbers: tuple[int, ...] | None) -> tuple[list[ExportCell], Strategy, int]:
     """The cells to write, their one strategy, and its number of engines."""
+    sources = [_from_history(notebook, number) for number in numbers or ()]
     past = {cell.number: cell for cell in notebook.cells}
     if numbers is None:
         main = next((cell for cell in reversed(notebook.cells) if cell.ok and cell.strategy is not None), None)
@@ -186,7 +203,7 @@ def _chosen(notebook: Notebook, numbers: tuple[int, ...] | None) -> tuple[list[E
     if not strategies:
         raise ValueError("none of these cells names a strategy")
     engines = max(cell.engines for cell in named_cells)
-    return [_from_history(notebook, number) for number in numbers], strategies.pop(), engines
+    return sources, strategies.pop(), engines
 
 
 def _default_cells(cells: list[PastCell], main: PastCell) -> list[ExportCell]:
