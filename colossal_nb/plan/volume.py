@@ -7,14 +7,17 @@ from fractions import Fraction
 MODEL = "ring"
 
 # Bytes sent per rank as a multiple of the payload, for n ranks. The payload is the whole logical tensor: all-gather
-# its output, reduce-scatter its input, all-to-all the local input. A broadcast moves (n-1) payloads in all; each rank
-# is charged the mean.
+# its output, reduce-scatter its input, all-to-all the local input, gather and scatter what the root has. A broadcast
+# and a reduce move (n-1) payloads in all, a gather and a scatter (n-1)/n of one; each rank is charged the mean.
 _PER_RANK = {
     "all_reduce": lambda n: Fraction(2 * (n - 1), n),
     "all_gather": lambda n: Fraction(n - 1, n),
     "reduce_scatter": lambda n: Fraction(n - 1, n),
     "all_to_all": lambda n: Fraction(n - 1, n),
     "broadcast": lambda n: Fraction(n - 1, n),
+    "reduce": lambda n: Fraction(n - 1, n),
+    "gather": lambda n: Fraction(n - 1, n * n),
+    "scatter": lambda n: Fraction(n - 1, n * n),
     "send": lambda n: Fraction(1),
     "recv": lambda n: Fraction(0),
     "barrier": lambda n: Fraction(0),

@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 COMPUTE_KINDS = ("F", "B", "I", "W", "R", "optimizer")  # I, W: input and weight part of B; R: recompute
 POINT_TO_POINT = ("send", "recv")
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter", "barrier",
+)  # fmt: skip
 KINDS = (*COMPUTE_KINDS, *POINT_TO_POINT, *COLLECTIVES, "transfer")  # transfer: between device, host and disk
 LANES = ("compute", "comm")
 CATEGORIES = (
