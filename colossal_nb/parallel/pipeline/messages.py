@@ -6,6 +6,8 @@ can make two stages wait for each other. Messages between two stages keep their 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from colossal_nb.parallel.group import Group, Work
@@ -77,8 +79,7 @@ class Mail:
         return {index: tuple(_spec(numbers, leaf.dim()) for leaf in unit) for index, unit in enumerate(units)}
 
 
-def _spec(numbers: object, dims: int) -> Spec:
-    assert hasattr(numbers, "__next__")
+def _spec(numbers: Iterator[int], dims: int) -> Spec:
     dtype = DTYPES[next(numbers)]
     return Spec(tuple(next(numbers) for _ in range(dims)), dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.pipeline.split import Split, absent_like
@@ -11,14 +11,21 @@ from colossal_nb.plan.mesh import Mesh
 
 
 def lay_out(model: nn.Module, split: Split, mesh: Mesh) -> None:
-    """Write on every parameter on which stages it lives. What other axes do with it stays as it is."""
+    """Write on parameters, and on buffers of units, where they live. What other axes do with them stays as it is."""
     for name, parameter in model.named_parameters():
-        layout = layout_of(parameter)
-        if layout is None:
-            layout = Layout.of(tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."), mesh)
-        placements = list(layout.placements)
-        placements[mesh.axes.index("pp")] = placement(split, name)
-        set_layout(parameter, Layout(layout.global_shape, layout.dtype, layout.mesh, tuple(placements)))
+        _place(parameter, mesh, placement(split, name))
+    for name, buffer in model.named_buffers():
+        if name in split.buffers:
+            _place(buffer, mesh, On(split.buffers[name]))
+
+
+def _place(tensor: Tensor, mesh: Mesh, along_pp: Placement) -> None:
+    layout = layout_of(tensor)
+    if layout is None:
+        layout = Layout.of(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), mesh)
+    placements = list(layout.placements)
+    placements[mesh.axes.index("pp")] = along_pp
+    set_layout(tensor, Layout(layout.global_shape, layout.dtype, layout.mesh, tuple(placements)))
 
 
 def placement(split: Split, name: str) -> Placement:

@@ -39,7 +39,8 @@ class Split:
     """A model's forward dealt to stages.
 
     needs[k]: the values that stage k gets from earlier stages; mutated: values that somebody writes into;
-    holders[name]: the stages that need a parameter's value, lowest first; buffers[name]: the stage whose copy counts.
+    holders[name]: the stages that need a parameter's value, lowest first; buffers[name]: the stage whose copy counts,
+    for the buffers of units (any other is the same everywhere).
     """
 
     stages: int
@@ -222,9 +223,9 @@ def _holders(
 
 
 def _buffers(model: nn.Module, calls: list[Call], stage_of: tuple[int, ...]) -> dict[str, int]:
-    """A buffer of a unit counts where the unit was called last; one that only glue touches is the same everywhere."""
+    """A buffer of a unit counts where the unit was called last."""
     name_of = {id(buffer): name for name, buffer in model.named_buffers()}
-    found = dict.fromkeys(name_of.values(), 0)
+    found: dict[str, int] = {}
     for unit, call in enumerate(calls):
         for buffer in call.module.buffers():
             found[name_of[id(buffer)]] = stage_of[unit]
