@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel.group import Group
-from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, On, Strategy
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from colossal_nb.parallel.pipeline import Pipeline
     from colossal_nb.parallel.tensor import Report
 
-_NAME = "_colossal"
+NAME = "_colossal"
 
 
 @dataclass(eq=False)
@@ -88,6 +89,23 @@ class Parallel:
         """The passes have changed who holds what."""
         self._held = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+        """Belongs to a copy of the model, whose modules and parameters `copy.deepcopy` has made before."""
+        twin = replace(
+            self,
+            model=memo[id(self.model)],
+            parameters={name: memo[id(p)] for name, p in self.parameters.items()},
+            forward=copy.deepcopy(self.forward, memo),
+            optimizers=[],
+            hooked=set(),
+            _held={},
+        )
+        memo[id(self)] = twin
+        twin.pipeline = copy.deepcopy(self.pipeline, memo)
+        for name, p in self.parameters.items():
+            set_layout(twin.parameters[name], layout_of(p))
+        return twin
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, calling the model runs the user's own forward on a part of the batch."""
@@ -110,12 +128,12 @@ def holds(p: Tensor, rank: int) -> bool:
 
 def find(model: Any) -> Parallel | None:
     """What `parallelize` left on a model; None for a model that it never saw."""
-    return model.__dict__.get(_NAME) if isinstance(model, nn.Module) else None
+    return model.__dict__.get(NAME) if isinstance(model, nn.Module) else None
 
 
 def attach(parallel: Parallel) -> None:
     """Leave it on the model, for `find`."""
-    parallel.model.__dict__[_NAME] = parallel
+    parallel.model.__dict__[NAME] = parallel
 
 
 def require(model: Any) -> Parallel:

@@ -41,9 +41,9 @@ class Part:
     def dtype(self) -> torch.dtype:
         return self.value.dtype
 
-    def backward(self, scale: float = 1.0) -> None:
-        """Add the gradients of the sum times `scale`."""
-        torch.autograd.backward(self.value, torch.full_like(self.value, self.weight * scale))
+    def backward(self, divisor: float = 1.0) -> None:
+        """Add the gradients of the sum divided by `divisor`."""
+        torch.autograd.backward(self.value, torch.full_like(self.value, self.weight / divisor))
 
     def detached(self) -> Part:
         """The same without its graph."""

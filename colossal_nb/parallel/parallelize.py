@@ -77,7 +77,7 @@ def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None
     else:
         _layouts(parallel)
     plain.install(parallel)
-    state.hook_state_dicts(parallel)
+    state.hook_state_dicts(model)
     clip.install(parallel)
     memory.watch(parallel)
     for each in parallel.optimizers:
@@ -90,7 +90,7 @@ def split(parallel: Parallel, example: Example) -> None:
     """Run the passes in their order on a model that is still whole. Collective."""
     model, mesh, strategy = parallel.model, parallel.mesh, parallel.strategy
     before = {id(p): p.shape for p in model.parameters()}
-    with parallel.running():
+    with plain.removed(parallel):
         plan = tensor.plan(model, mesh, strategy, example)
         if mesh.axis_size("pp") > 1:
             from colossal_nb.parallel import pipeline
@@ -98,6 +98,7 @@ def split(parallel: Parallel, example: Example) -> None:
             parallel.pipeline = pipeline.apply(model, mesh, strategy, example, **parallel.options)
         if mesh.axis_size("tp") > 1:
             parallel.tensor = tensor.apply(model, plan)
+    _forget_graphs(parallel)
     deferred, parallel.pending = parallel.pending, False
     parallel.changed()
     _layouts(parallel)
@@ -105,6 +106,18 @@ def split(parallel: Parallel, example: Example) -> None:
         optimizers.cut_state(optimizer, before, parallel.rank)
     if deferred:
         memory.watch(parallel)
+
+
+def _forget_graphs(parallel: Parallel) -> None:
+    """Let autograd see the new shapes.
+
+    While an earlier loss is alive, so is the node of its graph that adds to `.grad`, and a new forward would take it
+    again with the shape that it knows. Torch makes a new one when the dtype changes.
+    """
+    for p in parallel.parameters.values():
+        data = p.data
+        p.data = data.new_empty(0, dtype=torch.float16 if data.dtype != torch.float16 else torch.float32)
+        p.data = data
 
 
 def _layouts(parallel: Parallel) -> None:

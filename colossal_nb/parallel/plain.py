@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.autograd import Function
 from colossal_nb.parallel import objects
 from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
-from colossal_nb.parallel.handle import Parallel, require_cell
+from colossal_nb.parallel.handle import NAME, Parallel, require_cell
 from colossal_nb.parallel.losses import CountingMeans
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
@@ -23,14 +24,33 @@ LINE = "loss = cnb.forward_backward(model, loss_fn, inputs, targets)"
 
 def install(parallel: Parallel) -> None:
     """Put the plain road in front of the model's forward."""
+    parallel.model.forward = Road(parallel)
 
-    @functools.wraps(parallel.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if parallel.inside:
-            return parallel.forward(*args, **kwargs)
-        return run(parallel, args, kwargs)
 
-    parallel.model.forward = forward
+class Road:
+    """The forward of a parallel model. An object, so that a copy of the model gets one of its own."""
+
+    def __init__(self, parallel: Parallel) -> None:
+        functools.update_wrapper(self, parallel.forward)
+        self.parallel = parallel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.parallel.inside:
+            return self.parallel.forward(*args, **kwargs)
+        return run(self.parallel, args, kwargs)
+
+
+@contextmanager
+def removed(parallel: Parallel) -> Iterator[None]:
+    """Inside, the model has its own forward again and knows nothing of us: passes copy it."""
+    own = parallel.model.__dict__
+    ours = {name: own.pop(name) for name in ("forward", NAME) if isinstance(own.get(name), Road | Parallel)}
+    if "forward" in ours and getattr(parallel.forward, "__self__", None) is not parallel.model:
+        own["forward"] = parallel.forward  # the user had put it on the object
+    try:
+        yield
+    finally:
+        own.update(ours)
 
 
 def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

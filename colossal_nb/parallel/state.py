@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel.handle import Parallel, holds
+from colossal_nb.parallel.handle import holds
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, On, Shard
@@ -84,28 +84,29 @@ def _places(layout: Layout, rank: int, device: torch.device) -> tuple[Any, ...]:
     return tuple(grids)
 
 
-def hook_state_dicts(parallel: Parallel) -> None:
+def hook_state_dicts(model: nn.Module) -> None:
     """Make `model.state_dict()` whole (and collective), and let `load_state_dict` take whole tensors."""
+    model.register_state_dict_post_hook(_save)  # type: ignore[no-untyped-call]
+    model.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
 
-    def save(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        done: dict[int, Tensor] = {}
-        for name, tensor in _entries(parallel.model):
-            key = prefix + name
-            if key in state and layout_of(tensor) is not None:
-                if id(tensor) not in done:
-                    done[id(tensor)] = full(tensor)
-                state[key] = done[id(tensor)]
 
-    def load(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-        rank = parallel.rank
-        for name, tensor in _entries(parallel.model):
-            layout, value = layout_of(tensor), state.get(prefix + name)
-            if layout is None or not isinstance(value, Tensor) or tuple(value.shape) != layout.global_shape:
-                continue
-            state[prefix + name] = local_part(value, layout, rank) if holds(tensor, rank) else tensor.detach()
+def _save(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    done: dict[int, Tensor] = {}
+    for name, tensor in _entries(model):
+        key = prefix + name
+        if key in state and layout_of(tensor) is not None:
+            if id(tensor) not in done:
+                done[id(tensor)] = full(tensor)
+            state[key] = done[id(tensor)]
 
-    parallel.model.register_state_dict_post_hook(save)  # type: ignore[no-untyped-call]
-    parallel.model.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]
+
+def _load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    rank = World.current().rank
+    for name, tensor in _entries(model):
+        layout, value = layout_of(tensor), state.get(prefix + name)
+        if layout is None or not isinstance(value, Tensor) or tuple(value.shape) != layout.global_shape:
+            continue
+        state[prefix + name] = local_part(value, layout, rank) if holds(tensor, rank) else tensor.detach()
 
 
 def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -66,7 +66,7 @@ def forward_backward(
         if compares:
             assert loss_fn is not None
             outputs.compare(parallel, loss_fn, done.kept, targets, samples, totals.loss)
-        gradients.finish(parallel, totals.active, totals.count)
+        gradients.finish(parallel, totals.active, 1 if _at_once(parallel, mine) else totals.count)
     events.stepped(parallel, totals.loss)
     loss = totals.tensor(parallel.device)
     return (loss, outputs.whole(parallel, done.kept)) if return_output else loss
@@ -76,6 +76,11 @@ def _compares(parallel: Parallel, loss_fn: LossFn | None, samples: int) -> bool:
     """Whether this call proves that the parts' losses make the whole: once, where there are parts for every replica."""
     cut = parallel.replicas * parallel.microbatches > 1
     return cut and loss_fn is not None and not parallel.compared and samples >= parallel.replicas
+
+
+def _at_once(parallel: Parallel, mine: list[Piece]) -> bool:
+    """Whether one backward makes the whole gradient: then it is divided at its root, as the sequential program does."""
+    return parallel.replicas == 1 and parallel.pipeline is None and len(mine) == 1
 
 
 def _run(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: bool) -> Done:
@@ -105,7 +110,7 @@ def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int
     memory.sample()
     token = recorder.begin("B", stage=0, microbatch=number)
     try:
-        result.backward()
+        result.backward(result.count if result.count and _at_once(parallel, done.pieces) else 1)
     finally:
         recorder.end(token)
 

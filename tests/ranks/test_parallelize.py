@@ -1,0 +1,397 @@
+"""parallelize changes the user's objects in place, keeps what they are, and refuses what cannot be right."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import colossal_nb as cnb
+from colossal_nb.models import GPT, MLP
+from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.report import lines
+from colossal_nb.parallel.world import World
+from colossal_nb.plan import Strategy
+
+pytestmark = pytest.mark.ranks
+
+
+def gpt(tied: bool = False) -> GPT:
+    torch.manual_seed(0)
+    return GPT(vocab_size=29, layers=2, hidden=16, heads=4, max_length=8, tied=tied).double()
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+TEXT = torch.randint(29, (6, 7), generator=torch.Generator().manual_seed(1))
+INPUTS, TARGETS = TEXT[:, :-1], TEXT[:, 1:]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(cnb.forward_backward(model, loss_fn, INPUTS, TARGETS).item())
+        optimizer.step()
+    return losses
+
+
+def refusal(call: Any, *args: Any, **keywords: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        call(*args, **keywords)
+    return str(error.value)
+
+
+MESHES = [(2, "dp=2"), (2, "tp=2"), (2, "pp=2"), (4, "tp=2 pp=2")]
+
+
+def _identity(strategy: str) -> None:
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    before = dict(model.named_parameters())
+    found = cnb.parallelize(model, optimizer, strategy)
+    assert found[0] is model and found[1] is optimizer
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    assert optimizer.param_groups[0]["params"] == list(before.values())
+    assert isinstance(model, GPT) and isinstance(model.head, nn.Linear)
+    for p in after.values():
+        layout = layout_of(p)
+        assert layout is not None
+        assert layout.local_shape(World.current().rank) in (tuple(p.shape), None)
+
+
+@pytest.mark.parametrize(("count", "strategy"), MESHES)
+def test_parameters_stay_the_same_objects(ranks: Any, count: int, strategy: str) -> None:
+    ranks(count).run(_identity, strategy)
+
+
+def _half_way(strategy: str, kind: str) -> list[float]:
+    """Two steps on one device, then four in parallel: state and gradients that existed are cut with the model."""
+    model = gpt()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    losses = []
+    for step in range(6):
+        if step == 2:
+            model, optimizer = cnb.parallelize(model, optimizer, strategy)
+        optimizer.zero_grad()
+        if step < 2:
+            loss = loss_fn(model(INPUTS), TARGETS)
+            loss.backward()
+        else:
+            loss = cnb.forward_backward(model, loss_fn, INPUTS, TARGETS)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "NAdam"])
+@pytest.mark.parametrize(("count", "strategy"), MESHES)
+def test_optimizer_state_is_cut_in_the_same_place(ranks: Any, count: int, strategy: str, kind: str) -> None:
+    (expected,) = ranks(1).run(_half_way, "", kind)
+    for losses in ranks(count).run(_half_way, strategy, kind):
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def _gradient_is_cut() -> None:
+    model, whole = gpt(), gpt()
+    for each in (model, whole):
+        loss_fn(each(INPUTS), TARGETS).backward()
+    cnb.parallelize(model, strategy="tp=2 pp=2")
+    for p, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        found = cnb.full_grad(p)
+        assert found is not None and expected.grad is not None
+        torch.testing.assert_close(found, expected.grad, rtol=1e-12, atol=1e-15)
+        assert torch.equal(cnb.full(p), expected)
+
+
+def test_gradients_that_exist_are_cut(ranks: Any) -> None:
+    ranks(4).run(_gradient_is_cut)
+
+
+def _state(strategy: str, tied: bool) -> None:
+    model = gpt(tied)
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    cnb.parallelize(model, strategy=strategy)
+    state = model.state_dict()
+    assert list(state) == list(whole)
+    for name, value in whole.items():
+        assert torch.equal(state[name], value)
+    other = GPT(vocab_size=29, layers=2, hidden=16, heads=4, max_length=8, tied=tied).double()
+    changed = {name: value + 1 for name, value in state.items()}
+    assert str(model.load_state_dict(changed)) == "<All keys matched successfully>"
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, changed[name])
+    other.load_state_dict(model.state_dict())
+    expected = loss_fn(other(INPUTS), TARGETS).item()
+    assert cnb.forward_backward(model, loss_fn, INPUTS, TARGETS).item() == pytest.approx(expected, rel=1e-10)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({name: value[:1] for name, value in state.items()})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("count", "strategy"), MESHES)
+def test_state_dict_is_whole(ranks: Any, count: int, strategy: str, tied: bool) -> None:
+    ranks(count).run(_state, strategy, tied)
+
+
+def _copied(strategy: str) -> None:
+    model = cnb.parallelize(gpt(), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    average = copy.deepcopy(model)
+    first = train(model, optimizer, 2)
+    assert cnb.forward_backward(average, loss_fn, INPUTS, TARGETS).item() == first[0] != first[1]
+    reference = gpt()
+    with torch.no_grad():
+        torch.testing.assert_close(average(INPUTS), reference(INPUTS), rtol=1e-10, atol=1e-12)
+    assert all(torch.equal(value, reference.state_dict()[name]) for name, value in average.state_dict().items())
+
+
+@pytest.mark.parametrize(("count", "strategy"), MESHES)
+def test_a_copy_of_the_model_is_its_own(ranks: Any, count: int, strategy: str) -> None:
+    ranks(count).run(_copied, strategy)
+
+
+def _again() -> list[str]:
+    world = World.current()
+    world.notes.clear()
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    cnb.parallelize(model, optimizer, "tp=2")
+    train(model, optimizer, 1)
+    shapes = [p.shape for p in model.parameters()]
+    cnb.parallelize(model, optimizer, "tp=2")
+    cnb.parallelize(model, optimizer)
+    assert [p.shape for p in model.parameters()] == shapes
+    world.strategy = Strategy.parse("tp=2")
+    train(model, optimizer, 1)
+    other = refusal(cnb.parallelize, model, optimizer, "dp=2")
+    world.strategy = Strategy.parse("dp=2")
+    forward = refusal(cnb.forward_backward, model, loss_fn, INPUTS, TARGETS)
+    plain = refusal(model, INPUTS)
+    return [*world.notes, other, forward, plain]
+
+
+def test_again_is_nothing_and_another_strategy_is_refused(ranks: Any) -> None:
+    for first, second, other, forward, plain in ranks(2).run(_again):
+        assert first == second == "this model is parallel already (tp=2): parallelize changed nothing"
+        assert "parallel as tp=2 for life; dp=2 needs a new one" in other
+        assert "this cell runs under dp=2" in forward and "parallel as tp=2" in forward
+        assert plain == forward
+
+
+def _default() -> list[str]:
+    world = World.current()
+    world.notes.clear()
+    model = cnb.parallelize(gpt())
+    assert dict(layout_of(next(model.parameters())).mesh.sizes)["dp"] == 2
+    return world.notes
+
+
+def test_without_a_strategy_dp_takes_all_ranks(ranks: Any) -> None:
+    assert ranks(2).run(_default) == [["no strategy is named: dp=2 over all ranks"]] * 2
+
+
+def _bad_arguments() -> None:
+    model = gpt()
+    assert "takes a torch.nn.Module, not int" in refusal(cnb.parallelize, 3)
+    assert "has no parameters" in refusal(cnb.parallelize, nn.ReLU())
+    assert "not str" in refusal(cnb.parallelize, model, "adam")
+    old = torch.optim.SGD(gpt().parameters())
+    assert "holds none of the model's parameters" in refusal(cnb.parallelize, model, old)
+    both = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()])
+    assert "holds 2 tensors that are no parameters of the model" in refusal(cnb.parallelize, model, both)
+    assert "comes first" in refusal(cnb.forward_backward, model, loss_fn, INPUTS, TARGETS)
+    assert "needs 4 engines, there are 2" in refusal(cnb.parallelize, model, None, "tp=4")
+    assert "tp_size" in refusal(cnb.parallelize, model, None, "tp_size=2")
+    assert "pp=2 or more" in refusal(cnb.parallelize, model, None, "dp=2", cuts=["blocks.1"])
+    assert "plan= is not built yet" in refusal(cnb.parallelize, model, None, "dp=2", {"*": "x"})
+    for kind in ("LBFGS", "Muon", "Adafactor"):
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        text = refusal(cnb.parallelize, model, getattr(torch.optim, kind)(matrices), "dp=2")
+        assert text.startswith(kind) and "AdamW" in text
+    assert "is not known to update every element" in refusal(cnb.parallelize, model, Own(model.parameters()), "dp=2")
+    cnb.parallelize(model, Same(model.parameters(), lr=0.1), "dp=2")
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        """Something of its own."""
+
+
+class Same(torch.optim.SGD):
+    """Only the defaults are its own."""
+
+
+def test_bad_arguments_get_one_clear_error(ranks: Any) -> None:
+    ranks(2).run(_bad_arguments)
+
+
+def _too_small(strategy: str) -> str:
+    text = refusal(cnb.parallelize, gpt(), None, strategy)
+    cnb.parallelize(gpt(), None, "dp=4")
+    return text
+
+
+@pytest.mark.parametrize(("strategy", "words"), [("pp=4", "pp=4"), ("tp=3", "tp=3")])
+def test_models_that_cannot_be_cut_so(ranks: Any, strategy: str, words: str) -> None:
+    count = 4 if strategy == "pp=4" else 3
+    if strategy == "pp=4":
+        texts = ranks(count).run(_no_units)
+    else:
+        texts = ranks(count).run(_three_heads)
+    assert all(words in text for text in texts)
+
+
+def _no_units() -> str:
+    torch.manual_seed(0)
+    return refusal(cnb.parallelize, MLP(4, 8, 3, layers=2), None, "pp=4")
+
+
+def _three_heads() -> str:
+    return refusal(cnb.parallelize, gpt(), None, "tp=3")
+
+
+def _odd_weights() -> str:
+    torch.manual_seed(World.current().rank == 1)
+    return refusal(cnb.parallelize, MLP(4, 8, 3), None, "dp=4")
+
+
+def test_ranks_whose_weights_differ_are_named(ranks: Any) -> None:
+    for text in ranks(4).run(_odd_weights):
+        assert text.startswith("the weights of rank 1 differ from the others'")
+        assert "torch.manual_seed" in text
+
+
+class Opaque(nn.Module):
+    """Its input cannot be guessed: no example can be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = MLP(features=6, hidden=8, classes=5, layers=4).double()
+
+    def forward(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.inner(x * weights["scale"])
+        return out
+
+
+def _deferred(strategy: str) -> list[str]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 6, dtype=torch.float64, generator=generator)
+    y = torch.randint(5, (6,), generator=generator)
+    given = (x, {"scale": torch.full((6, 1), 2.0, dtype=torch.float64)})
+    reference = Opaque()
+    loss = loss_fn(reference(*given), y)
+    loss.backward()
+    world = World.current()
+    world.notes.clear()
+    model = Opaque()
+    optimizer = torch.optim.Adam(model.parameters())
+    cnb.parallelize(model, optimizer, strategy)
+    assert cnb.forward_backward(model, loss_fn, given, y).item() == pytest.approx(loss.item(), rel=1e-12)
+    for p, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        found = cnb.full_grad(p)
+        assert found is not None and whole.grad is not None
+        torch.testing.assert_close(found, whole.grad, rtol=1e-10, atol=1e-14)
+    assert lines(model)[0].startswith(f"Opaque under {strategy}")
+    return list(world.notes)
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "pp=2"])
+def test_a_model_without_an_example_is_split_at_its_first_batch(ranks: Any, strategy: str) -> None:
+    for notes in ranks(2).run(_deferred, strategy):
+        assert notes[0].startswith("no example input could be made for this Opaque")
+
+
+def _caveats() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
+    cnb.parallelize(model, strategy="dp=2")
+    return lines(model)
+
+
+def test_the_report_says_where_numbers_differ(ranks: Any) -> None:
+    for first, *rest in ranks(2).run(_caveats):
+        assert first == "Sequential under dp=2 (dp=2): this rank holds 28 of 28 parameters"
+        assert any("dropout draws other masks" in line for line in rest)
+        assert any("batch norm sees one part" in line for line in rest)
+
+
+def _memory(strategy: str) -> tuple[int, int, int]:
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = cnb.parallelize(model, optimizer, strategy)
+    train(model, optimizer, 2)
+    totals = World.current().ledger.totals()
+    local = 8 * sum(p.numel() for p in model.parameters() if not p.isnan().any())
+    assert totals.parameter - local in range(9)
+    assert totals.gradient == local
+    assert totals.optimizer - 2 * local in range(0, 4 * 40)
+    assert totals.activation == 8 * TEXT.numel()  # the batch, saved by the embedding and still the user's
+    return totals.parameter, totals.gradient, totals.optimizer
+
+
+@pytest.mark.parametrize(("count", "strategy"), [(2, "dp=2"), (2, "tp=2")])
+def test_states_in_memory_are_what_the_rank_holds(ranks: Any, count: int, strategy: str) -> None:
+    ranks(count).run(_memory, strategy)
+
+
+def test_one_rank_trains_in_a_plain_process() -> None:
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    reference = copy.deepcopy(model)
+    other = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    model, optimizer = cnb.parallelize(model, optimizer)
+    expected = []
+    for _ in range(3):
+        other.zero_grad()
+        loss = loss_fn(reference(INPUTS), TARGETS)
+        loss.backward()
+        other.step()
+        expected.append(loss.item())
+    assert train(model, optimizer, 3) == expected
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+SCRIPT = """
+import torch, colossal_nb as cnb
+from colossal_nb.models import MLP
+cnb.init("dp=2")
+cnb.init("dp=2")
+torch.manual_seed(0)
+model = MLP(4, 8, 3).double()
+model = cnb.parallelize(model)
+x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
+loss = cnb.forward_backward(model, torch.nn.functional.cross_entropy, x, torch.arange(5) % 3)
+print(f"loss {loss.item():.12f}")
+"""
+
+
+def test_the_same_program_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+    torch.manual_seed(0)
+    model = MLP(4, 8, 3).double()
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4)
+    loss = functional.cross_entropy(model(x), torch.arange(5) % 3)
+    assert [line for line in done.stdout.splitlines() if line.startswith("loss")] == [f"loss {loss.item():.12f}"] * 2
+
+
+def test_init_outside_of_torchrun() -> None:
+    if World.current().store is None:
+        assert "in a notebook a cell begins with %%colossal" in refusal(cnb.init, "dp=2")
