@@ -188,6 +188,32 @@ def test_frozen_weights_and_gated_mlp(ranks) -> None:
     check(ranks(2).run(trained, make, tokens(67), token_loss, 2), share=0.85)
 
 
+class WithLoss(Decoder):
+    """As in nanoGPT: the loss is computed in the forward where targets are given."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = super().forward(tokens)
+        if targets is None:
+            return logits, None
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+def loss_inside(tp: int) -> tuple[float, float, list[str]]:
+    model, whole, _ = prepared(lambda: WithLoss("nano"), tp)
+    inputs, targets = tokens(67)()
+    expected, loss = whole(inputs, targets)[1], model(inputs, targets)[1]
+    expected.backward()
+    loss.backward()
+    return abs(loss.item() - expected.item()), gradient_error(model, whole), World.current().notes
+
+
+def test_a_loss_inside_the_forward(ranks) -> None:
+    for loss, gradient, notes in ranks(2).run(loss_inside, 2):
+        assert loss < 1e-12
+        assert gradient < 1e-10
+        assert notes == []
+
+
 def optimised(tp: int, steps: int) -> float:
     """The worst difference of a weight after AdamW steps, by rule L."""
     model, whole, _ = prepared(lambda: Decoder("nano", tied=True), tp)

@@ -1,10 +1,14 @@
 """How features are dealt, on dependency matrices written by hand."""
 
+from random import Random
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from colossal_nb.parallel.tensor.probe import DoesNotDivideError, deal
+from colossal_nb.parallel.tensor.probe import DoesNotDivideError, NotDealtError, deal
 from colossal_nb.parallel.tensor.text import fold
 from colossal_nb.parallel.tensor.values import even_parts
 
@@ -48,7 +52,41 @@ def test_blocks_that_do_not_divide(count: int, ranks: int) -> None:
 
 def test_all_together_is_nothing_to_deal() -> None:
     reached = torch.ones(6, 6, dtype=torch.bool)
-    assert deal(reached, one_column(reached), 2) is None
+    with pytest.raises(NotDealtError, match="everything depends on everything"):
+        deal(reached, one_column(reached), 2)
+
+
+def test_groups_of_unequal_size_stay_whole() -> None:
+    reached = torch.block_diag(torch.ones(2, 2), torch.ones(3, 3)).bool()
+    with pytest.raises(NotDealtError, match="2 independent groups are of unequal size"):
+        deal(reached, one_column(reached), 2)
+
+
+def test_fewer_features_than_ranks_stay_whole() -> None:
+    with pytest.raises(NotDealtError, match="3 features cannot be dealt to 4 ranks"):
+        deal(heads(3, 1), one_column(heads(3, 1)), 4)
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(2, 4),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_every_rank_has_what_its_features_need(count: int, size: int, ranks: int, shared: bool, rng: Random) -> None:
+    """Heads in any order of features, with some more features that all or none of them read."""
+    reached = torch.cat([heads(count, size), torch.ones(count * size, 1).bool() & shared], dim=1)
+    reached = reached[rng.sample(range(count * size), count * size)]
+    owners = torch.tensor([0] * (count * size) + [1])
+    try:
+        dealt = deal(reached, owners, ranks)
+    except (DoesNotDivideError, NotDealtError):
+        return
+    assert sorted(i for part in dealt.row_parts for i in part) == list(range(count * size))
+    for row_part, column_part in zip(dealt.row_parts, dealt.column_parts, strict=True):
+        needed = reached[list(row_part)].any(0).nonzero().flatten().tolist()
+        assert set(needed) <= set(column_part)
 
 
 def test_a_shared_feature_is_copied() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel.structure import rebuild
+from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.proof import prove
 from colossal_nb.parallel.tensor.rules import Rules
 from colossal_nb.parallel.tensor.values import Pair, TensorPlan
@@ -19,6 +19,7 @@ from colossal_nb.plan.mesh import Mesh
 from colossal_nb.plan.strategy import Strategy
 
 FEW_TOKENS = 3
+WRONG_INPUT = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AssertionError)
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -31,6 +32,7 @@ def plan(model: nn.Module, mesh: Mesh, strategy: Strategy, example: Example) -> 
     assert strategy.tp_mode == "1d", "the strategy's check refuses the other modes"
     if mesh.axis_size("tp") == 1:
         return TensorPlan(mesh)
+    example = _few_samples(model, example)
     found = unproved(model, mesh, example)
     while True:
         proof = prove(model, found, example)
@@ -61,12 +63,26 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def _few_samples(model: nn.Module, example: Example) -> Example:
+    """Of a whole batch its first two samples, where the model takes them: the proof costs several forwards."""
+    samples = next((x.shape[0] for x in leaves(example) if x.ndim), 0)
+    if samples <= 2:
+        return example
+    few: Example = rebuild(example, lambda x: x[:2] if x.ndim and x.shape[0] == samples else x)
+    try:
+        with evaluating(model), torch.no_grad():
+            trace(model, *few)
+    except WRONG_INPUT:
+        return example
+    return few
+
+
 def _short_trace(model: nn.Module, example: Example) -> Trace:
     """The record of a forward on few tokens where the model takes that: probing repeats it for every feature."""
     short = rebuild(example, lambda x: x[:, :FEW_TOKENS] if x.ndim == 2 and not x.is_floating_point() else x)
     try:
         return trace(model, *short)
-    except (RuntimeError, ValueError, IndexError, AssertionError):
+    except WRONG_INPUT:
         return trace(model, *example)
 
 

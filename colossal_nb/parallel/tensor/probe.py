@@ -180,30 +180,39 @@ class Deal:
     groups: int
 
 
+class NotDealtError(Exception):
+    """These features stay whole; the text says why."""
+
+
 class DoesNotDivideError(Exception):
-    """`groups` independent groups cannot be dealt to the ranks."""
+    """`groups` equal groups of several features (heads) cannot be dealt to the ranks; another number of ranks can."""
 
     def __init__(self, groups: int) -> None:
         super().__init__(groups)
         self.groups = groups
 
 
-def deal(reached: Tensor, owners: Tensor, ranks: int) -> Deal | None:
-    """Deals the connected components of `reached`; None when all features hang together.
+def deal(reached: Tensor, owners: Tensor, ranks: int) -> Deal:
+    """Deals the connected components of `reached` to the ranks. `owners`: the column of each of its columns' features.
 
     Fewer components than ranks (multi-query attention, few key/value heads): features that reach far are copied, so
-    that the others fall apart; of these ways the one that copies least. Raises DoesNotDivideError.
+    that the others fall apart; of these ways the one that copies least. Raises NotDealtError, DoesNotDivideError.
     """
     labels = _components(reached)
     groups, sizes = torch.unique(labels, return_counts=True)
-    if bool((sizes == 1).all()):
-        return _dealt(reached, labels, even_parts(len(groups), ranks))
-    if len(groups) % ranks == 0 and len(set(sizes.tolist())) == 1:
+    equal, single = bool((sizes == sizes[0]).all()), bool((sizes == 1).all())
+    if single and len(groups) < ranks:
+        raise NotDealtError(f"{len(groups)} features cannot be dealt to {ranks} ranks")
+    if single or (equal and len(groups) % ranks == 0):
         return _dealt(reached, labels, even_parts(len(groups), ranks))
     copied = _least_copies(reached, owners, ranks) if ranks % len(groups) == 0 else None
-    if copied is None and len(groups) > 1:
-        raise DoesNotDivideError(len(groups))
-    return copied
+    if copied is not None:
+        return copied
+    if len(groups) == 1:
+        raise NotDealtError("everything depends on everything: something there mixes all features")
+    if not equal:
+        raise NotDealtError(f"the {len(groups)} independent groups are of unequal size")
+    raise DoesNotDivideError(len(groups))
 
 
 def _least_copies(reached: Tensor, owners: Tensor, ranks: int) -> Deal | None:

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator
 from torch import Tensor, nn
 
 from colossal_nb.parallel.tensor.dataflow import INPUT, Flow, dataflow
-from colossal_nb.parallel.tensor.probe import Deal, DoesNotDivideError, Region, deal, reach, region_of
+from colossal_nb.parallel.tensor.probe import Deal, DoesNotDivideError, NotDealtError, Region, deal, reach, region_of
 from colossal_nb.parallel.tensor.search import draws_alike, find_changes
 from colossal_nb.parallel.tensor.values import Change, Pair, Parts, VocabularyShard, even_parts
 from colossal_nb.parallel.trace import Trace
@@ -35,7 +35,7 @@ class Rules:
         self.users = _users(model)
         self.whole: dict[str, str] = {}
         self.pairs: list[Pair] = []
-        self._kinds: dict[Hashable, tuple[Pair, str] | str] = {}
+        self._kinds: dict[Hashable, tuple[Pair, str] | str | int] = {}
         self._undivided: dict[str, tuple[str, int]] = {}
         for columns, row in self._candidates():
             self._pair(columns, row)
@@ -74,24 +74,23 @@ class Rules:
         if kind not in self._kinds:
             self._kinds[kind] = self._decide(region)
         decided = self._kinds[kind]
-        if isinstance(decided, str):
+        if isinstance(decided, int):
+            self._undivided[region.call.name] = type(region.call.module).__name__, decided
+        elif isinstance(decided, str):
             self.whole.update(dict.fromkeys((*columns, row), decided))
         else:
             self.pairs.append(_moved_to(decided[0], decided[1], region, self.flow))
 
-    def _decide(self, region: Region) -> tuple[Pair, str] | str:
-        """The pair, with the name of its region; else why it stays whole."""
+    def _decide(self, region: Region) -> tuple[Pair, str] | str | int:
+        """The pair, with the name of its region; else why it stays whole, or the number of groups to refuse."""
         columns = ", ".join(_below(name, region.call.name) for name in region.columns)
         between = f"between {columns} and {_below(region.row, region.call.name)}"
         try:
             dealt = deal(reach(region), region.owners, self.ranks)
         except DoesNotDivideError as problem:
-            self._undivided[region.call.name] = (type(region.call.module).__name__, problem.groups)
-            return "its groups do not divide"
-        if dealt is None:
-            return f"{between} everything depends on everything: something there mixes all features"
-        if not all(dealt.row_parts):
-            return f"{dealt.groups} features cannot be dealt to {self.ranks} ranks"
+            return problem.groups
+        except NotDealtError as problem:
+            return f"{between} {problem}"
         found = find_changes(region, dealt, self.ranks)
         if found is None:
             return f"no change of integer attributes makes one rank's part run right {between}"
@@ -162,6 +161,9 @@ def _users(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _below(name: str, region: str) -> str:
+    """The path of a module from the region that holds it; "" for the region itself."""
+    if name == region:
+        return ""
     return name[len(region) + 1 :] if region and name.startswith(region + ".") else name
 
 
@@ -195,8 +197,7 @@ def _moved_to(pair: Pair, origin: str, region: Region, flow: Flow) -> Pair:
     name = region.call.name
 
     def there(module: str) -> str:
-        below = _below(module, origin) if module != origin else ""
-        return ".".join(part for part in (name, below) if part)
+        return ".".join(part for part in (name, _below(module, origin)) if part)
 
     columns = tuple((column, parts) for column, (_, parts) in zip(region.columns, pair.columns, strict=True))
     changes = tuple(Change(there(c.module), c.attribute, c.whole, c.local) for c in pair.changes)
