@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# Threads of torch that wait for one another do not spin: on a machine that others use too, spinning costs tenfold.
+export OMP_WAIT_POLICY ?= PASSIVE
 STAMP := $(VENV)/.installed
 DEMO := build/demo
 
