@@ -47,7 +47,8 @@ def test_the_bytes_of_a_tensor(two):
     memory = run.record.memory
     for rank in (0, 1):
         mine = memory[memory["rank"] == rank]
-        assert (int(mine["parameter"].max()), int(mine["gradient"].max()), int(mine["optimizer"].max())) == (848, 848, 0)
+        peaks = [int(mine[name].max()) for name in ("parameter", "gradient", "optimizer")]
+        assert peaks == [848, 848, 0]
         assert int(mine["parameter"][-1]) == 848
 
 
