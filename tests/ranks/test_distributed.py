@@ -1,5 +1,7 @@
 """The user's own torch.distributed, as in any tutorial, inside ranks."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -250,3 +252,45 @@ def test_ranks_that_call_different_things_all_say_so_and_live(ranks, case, text)
     assert [value for _, value, _ in results] == [2.0, 2.0]
     assert [still_open for _, _, still_open in results] == [[], []]
     assert text in [told for told, _, _ in results]
+
+
+def _dtensor():
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    distributed.start()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    a = torch.arange(16.0).reshape(4, 4)
+    rows, columns = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(a, mesh, [Shard(1)])
+    products = [(rows @ columns).full_tensor(), (columns @ rows).redistribute(mesh, [Replicate()]).to_local()]
+    summed = functional.all_reduce(torch.ones(3), "sum", mesh.get_group())
+    gathered = functional.all_gather_single_autograd(torch.full((1,), float(rank)), 0, mesh.get_group())
+    sums, parts = summed.tolist(), gathered.tolist()
+    return [torch.equal(product, a @ a) for product in products], sums, parts, World.current().recorder.open()
+
+
+def test_dtensor_and_functional_collectives(ranks):
+    assert ranks(2).run(_dtensor) == [([True, True], [2.0] * 3, [0.0, 1.0], [])] * 2
+
+
+def _fsdp():
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.start()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+    plain = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    data = torch.randn(4, 8)
+    model(data[2 * dist.get_rank() :][:2]).square().mean().backward()
+    plain(data).square().mean().backward()
+    grads = [p.grad.full_tensor() for p in model.parameters()]
+    return max((a - p.grad).abs().max().item() for a, p in zip(grads, plain.parameters(), strict=True))
+
+
+def test_fsdp(ranks):
+    assert max(ranks(2).run(_fsdp)) < 1e-6
