@@ -171,3 +171,17 @@ def checkpointed() -> float:
 
 def test_checkpointed_blocks(ranks) -> None:
     assert max(ranks(2).run(checkpointed)) < 1e-13
+
+
+def different_models() -> str:
+    width = 16 if World.current().rank == 0 else 24
+    model = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4))
+    with pytest.raises(ValueError, match="different parts") as problem:
+        plan(model, MESH, Strategy.parse("tp=2"), ((torch.ones(2, 4),), {}))
+    return str(problem.value)
+
+
+def test_ranks_that_decide_differently_are_told(ranks) -> None:
+    assert [text.split(":")[0] for text in ranks(2).run(different_models)] == [
+        "the ranks of tp found different parts to shard"
+    ] * 2

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 
+from colossal_nb.parallel.collectives import group_of
 from colossal_nb.parallel.structure import leaves, rebuild
-from colossal_nb.parallel.tensor.proof import prove
+from colossal_nb.parallel.tensor.proof import aside, prove
 from colossal_nb.parallel.tensor.rules import Rules
 from colossal_nb.parallel.tensor.values import Pair, TensorPlan
 from colossal_nb.parallel.trace import Trace, trace, untouched
@@ -27,18 +29,33 @@ def plan(model: nn.Module, mesh: Mesh, strategy: Strategy, example: Example) -> 
     """What to shard over `tp`, decided and proved on the whole model, which stays as it is.
 
     `example` is `(args, kwargs)` of one small forward. Collective over the tp axis (the proof); every rank gets the
-    same plan. Raises one ValueError when heads cannot be dealt to the ranks, or when what remains cannot be proved.
+    same plan. Raises one ValueError when heads cannot be dealt to the ranks, when the ranks decided differently, or
+    when what remains cannot be proved.
     """
     assert strategy.tp_mode == "1d", "the strategy's check refuses the other modes"
     if mesh.axis_size("tp") == 1:
         return TensorPlan(mesh)
     example = _few_samples(model, example)
     found = unproved(model, mesh, example)
+    require_agreement(found)
     while True:
         proof = prove(model, found, example)
         if not proof.wrong:
             return replace(proof.plan, share=_share(model, proof.plan))
         found = _without(found, proof.wrong)
+
+
+def require_agreement(plan: TensorPlan) -> None:
+    """Raises ValueError, on all ranks of the axis, unless all of them decided the same. Collective."""
+    digest = crc32(repr((plan.pairs, plan.vocabulary, plan.partial)).encode())
+    extremes = torch.tensor([digest, -digest])
+    with aside():
+        group_of(plan.mesh, plan.axis).run("all_reduce", [extremes], reduce="max")
+    if int(extremes.sum()):
+        raise ValueError(
+            f"the ranks of {plan.axis} found different parts to shard: they built different models, or run different "
+            "versions of torch"
+        )
 
 
 def unproved(model: nn.Module, mesh: Mesh, example: Example) -> TensorPlan:

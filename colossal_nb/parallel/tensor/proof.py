@@ -46,7 +46,7 @@ def prove(model: nn.Module, plan: TensorPlan, example: tuple[tuple[Any, ...], di
     A parameter that is whole on every rank but whose gradient differs between them lies inside a sharded region: its
     gradients are addends, and the plan says so if their sum is right. Model and random states stay as they are.
     """
-    with _aside():
+    with aside():
         whole = _moved_copy(model)
         sharded = copy.deepcopy(whole)
         apply(sharded, plan)
@@ -177,7 +177,7 @@ def _loss_of(leaf: Tensor, classes: set[int]) -> Tensor:
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def aside() -> Iterator[None]:
     """The proof is no part of the run: nothing is recorded, nobody is told, no random number is drawn."""
     world = World.current()
     before, notes = world.recorder.enabled, list(world.notes)
