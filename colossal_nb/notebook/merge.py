@@ -8,6 +8,7 @@ are no problem.
 """
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,10 +30,6 @@ class Item(NamedTuple):
     text: str
     output: Output | None = None
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.kind, self.text
-
 
 class Group(NamedTuple):
     """Ranks that showed the same."""
@@ -53,39 +50,39 @@ class Row(NamedTuple):
     alike: int = 0
 
 
-Owed = tuple[tuple[str, str], tuple[str, str]]
-"""What a rank has not shown yet and others have: the item's key, and its key without digits."""
+Key = tuple[str, str]
+"""Kind and text of an item; a rank owes two of them, the item's and the one without digits."""
 
 
-def alike_key(item: Item) -> tuple[str, str]:
+def alike_key(item: Item) -> Key:
     """Equal for lines that differ only in digits; rich output is alike only if it is the same."""
-    return (f"~{item.kind}", skeleton(item.text)) if item.kind in ("stdout", "stderr") else item.key
+    return (f"~{item.kind}", skeleton(item.text)) if item.kind in ("stdout", "stderr") else item[:2]
 
 
 class _Rank:
     """One rank's queue, what it owes (shown by others, not yet by it), and how many debts it paid late."""
 
     def __init__(self) -> None:
-        self.queue: deque[tuple[Item, float]] = deque()
-        self.waiting: Counter[tuple[str, str]] = Counter()
-        self.owed: deque[Owed] = deque()
-        self.owes: Counter[tuple[str, str]] = Counter()
+        self.queue: deque[tuple[Key, Item, float]] = deque()
+        self.waiting: dict[Key, int] = {}
+        self.owed: deque[tuple[Key, Key]] = deque()
+        self.owes: Counter[Key] = Counter()
         self.late: list[Item] = []
         self.alike = 0
 
     def push(self, item: Item, now: float) -> None:
-        self.queue.append((item, now))
-        self.waiting[item.key] += 1
+        key = item[:2]
+        self.queue.append((key, item, now))
+        self.waiting[key] = self.waiting.get(key, 0) + 1
 
     def pop(self) -> Item:
-        item, _ = self.queue.popleft()
-        if self.waiting[item.key] == 1:
-            del self.waiting[item.key]
-        else:
-            self.waiting[item.key] -= 1
+        key, item, _ = self.queue.popleft()
+        left = self.waiting.pop(key) - 1
+        if left:
+            self.waiting[key] = left
         return item
 
-    def owe(self, debt: Owed) -> None:
+    def owe(self, debt: tuple[Key, Key]) -> None:
         self.owed.append(debt)
         self.owes.update(debt)
         if len(self.owed) > MOST_OWED:
@@ -94,8 +91,7 @@ class _Rank:
     def pay(self, fold: bool) -> None:
         """Take heads off the queue that others have shown already: the same, or (`fold`) but for digits the same."""
         while self.owed and self.queue:
-            item = self.queue[0][0]
-            wanted = item.key
+            wanted, item, _ = self.queue[0]
             if self.owes[wanted] <= 0:
                 wanted = alike_key(item)
                 if not fold or self.owes[wanted] <= 0:
@@ -105,7 +101,7 @@ class _Rank:
                 pass
             self.late.append(self.pop())
 
-    def _forgive(self) -> Owed:
+    def _forgive(self) -> tuple[Key, Key]:
         debt = self.owed.popleft()
         self.owes.subtract(debt)
         return debt
@@ -130,53 +126,61 @@ class Merger:
     def empty(self) -> bool:
         return not any(each.queue for each in self._of.values())
 
-    def take(self, now: float) -> list[Row]:
-        """The rows that are complete or have waited long enough."""
+    def take(self, now: float, most: int = sys.maxsize) -> list[Row]:
+        """The rows that are complete or have waited long enough; about `most` of them."""
         rows: list[Row] = []
-        while True:
+        while len(rows) < most:
             for each in self._of.values():
-                if each.owed:
+                if each.owed and each.queue:
                     each.pay(self._fold)
-            heads = {rank: each.queue[0] for rank, each in self._of.items() if each.queue}
+            heads = {rank: self._of[rank].queue[0] for rank in self.ranks if self._of[rank].queue}
             if not heads:
-                return rows
+                break
+            due = now
             if len(heads) < len(self.ranks):
-                oldest = min(since for _, since in heads.values())
+                oldest = min(since for _, _, since in heads.values())
                 if now - oldest < self._hold_s:
-                    return rows
-                rows += self._step(heads, max(oldest, now - self._hold_s))
-            else:
-                rows += self._step(heads, now)
+                    break
+                due = max(oldest, now - self._hold_s)
+            self._step(heads, due, rows)
+        return rows
 
     def finish(self) -> list[Row]:
         """Everything that is left."""
         return self.take(float("inf")) + self._late(self.ranks)
 
-    def _step(self, heads: dict[int, tuple[Item, float]], due: float) -> list[Row]:
-        groups: dict[tuple[str, str], list[int]] = {}
-        for rank in self.ranks:
-            if rank in heads:
-                groups.setdefault(heads[rank][0].key, []).append(rank)
-        shown = groups
-        if len(groups) > 1:
-            old = {key: ranks for key, ranks in groups.items() if any(heads[rank][1] <= due for rank in ranks)}
-            ahead = {key: ranks for key, ranks in old.items() if not self._comes_later(key, ranks)}
-            shown = ahead or old
-        rows = self._late([rank for ranks in shown.values() for rank in ranks])
-        rows.append(Row(tuple(self._pop(ranks) for ranks in shown.values())))
-        missing = [rank for rank in self.ranks if rank not in heads]
-        if missing:
-            for group in rows[-1].groups:
-                for rank in missing:
-                    self._of[rank].owe((group.item.key, alike_key(group.item)))
-        return rows
+    def drain(self) -> list[tuple[int, Item]]:
+        """Take all queues away, unmerged and without debts."""
+        left = [(rank, item) for rank in self.ranks for _, item, _ in self._of[rank].queue]
+        self._of = {rank: _Rank() for rank in self.ranks}
+        return left
 
-    def _comes_later(self, key: tuple[str, str], ranks: list[int]) -> bool:
-        return any(self._of[rank].waiting[key] > 0 for rank in self.ranks if rank not in ranks)
+    def _step(self, heads: dict[int, tuple[Key, Item, float]], due: float, rows: list[Row]) -> None:
+        groups: dict[Key, list[int]] = {}
+        for rank, (key, _, _) in heads.items():
+            groups.setdefault(key, []).append(rank)
+        shown = groups if len(groups) == 1 else self._ahead(groups, heads, due)
+        if any(self._of[rank].late for ranks in shown.values() for rank in ranks):
+            rows += self._late([rank for ranks in shown.values() for rank in ranks])
+        rows.append(Row(tuple([self._pop(ranks) for ranks in shown.values()])))
+        if len(heads) < len(self.ranks):
+            debts = [(key, alike_key(heads[ranks[0]][1]) if self._fold else key) for key, ranks in shown.items()]
+            for rank in self.ranks:
+                if rank not in heads:
+                    for debt in debts:
+                        self._of[rank].owe(debt)
+
+    def _ahead(self, groups: dict[Key, list[int]], heads: dict[int, tuple[Key, Item, float]],
+               due: float) -> dict[Key, list[int]]:
+        """The groups to show: old enough, and not still to come on another rank."""
+        old = {key: ranks for key, ranks in groups.items() if any(heads[rank][2] <= due for rank in ranks)}
+        ahead = {key: ranks for key, ranks in old.items()
+                 if not any(key in self._of[rank].waiting for rank in self.ranks if rank not in ranks)}
+        return ahead or old
 
     def _pop(self, ranks: list[int]) -> Group:
         items = [self._of[rank].pop() for rank in ranks]
-        return Group(tuple(ranks), items[0], tuple(item.output for item in items))
+        return Group(tuple(ranks), items[0], tuple([item.output for item in items]))
 
     def _late(self, ranks: Sequence[int]) -> list[Row]:
         """Rows that say how much these ranks showed after the others, ranks with equal counts together."""

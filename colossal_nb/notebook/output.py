@@ -3,13 +3,15 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Collection, Sequence
 
 from colossal_nb.notebook.bars import Bars
 from colossal_nb.notebook.fold import Folder
 from colossal_nb.notebook.lines import Splitter
 from colossal_nb.notebook.merge import HOLD_S, Group, Item, Merger, Row
-from colossal_nb.notebook.page import Page, Text, new_id
+from colossal_nb.notebook.page import Page, new_id
+from colossal_nb.notebook.text import Rest, Text
 from colossal_nb.run import Output
 
 _CELL_FILE = re.compile(r"/\S{0,200}?ipykernel_\d+/\d+\.py:(\d+)")  # what a warning in a cell names as its file
@@ -28,7 +30,9 @@ class CellOutput:
         self._only = None if only is None else set(shown)
         self._page = page
         self._text = Text(page, limited=not show_all)
-        self._merger = Merger(shown, fold=not show_all)
+        self._fold = not show_all
+        self._merger = Merger(shown, fold=self._fold)
+        self._rest: Rest | None = None  # takes the lines once the page has had enough
         self._folder = Folder(ranks, bare and only is None, show_all)
         self._bars = Bars(ranks if only is None else shown, self._show_bars, new_id)
         self._splitters: dict[tuple[int, str], Splitter] = {}
@@ -44,7 +48,11 @@ class CellOutput:
                 return  # IPython prints these and raises them as well; the error is shown
             splitter = self._splitter(output.rank, output.name)
             text = _CELL_FILE.sub(r"cell, line \1", output.text) if "ipykernel_" in output.text else output.text
-            for line in splitter.feed(text, now):
+            lines = splitter.feed(text, now)
+            if self._rest is not None:
+                self._rest.add(output.rank, output.name, lines)
+                return
+            for line in lines:
                 self._merger.add(output.rank, Item(output.name, line), now)
         elif output.kind != "error":
             self._flush_partials(output.rank, now)
@@ -53,21 +61,38 @@ class CellOutput:
 
     def turn(self, now: float) -> None:
         """Show what is due."""
-        for row in self._merger.take(now):
-            self._show(row)
+        self._advance(now)
         self._show_partials(now)
         self._bars.draw(now)
-        self._text.turn(now)
+        self._text.flush()
+        if self._rest is not None:
+            self._rest.turn(now)
 
     def finish(self) -> None:
         """The cell has ended: show all that is left."""
         for rank in {rank for rank, _ in self._splitters}:
             self._flush_partials(rank, float("-inf"))
+        self._advance(float("inf"))
         for row in self._merger.finish():
             self._show(row)
         self._close_line()
-        self._text.finish()
+        self._text.flush()
+        for row in self._rest.finish(self._fold) if self._rest is not None else ():
+            self._show(row)
+        self._text.flush()
         self._bars.draw(0.0, last=True)
+
+    def _advance(self, now: float) -> None:
+        """Show the rows that are due. When the page has had enough lines, the rest goes where it is only counted."""
+        for row in self._merger.take(now, self._text.room or sys.maxsize):
+            self._show(row)
+        if self._rest is None and not self._text.room:
+            self._rest = Rest(self._page, self._merger.ranks)
+            for rank, item in self._merger.drain():
+                if item.kind in ("stdout", "stderr"):
+                    self._rest.add(rank, item.kind, [item.text])
+                else:
+                    self._merger.add(rank, item, now)
 
     def _splitter(self, rank: int, name: str) -> Splitter:
         if (rank, name) not in self._splitters:
@@ -76,7 +101,9 @@ class CellOutput:
 
     def _flush_partials(self, rank: int, now: float) -> None:
         for (of, name), splitter in self._splitters.items():
-            if of == rank:
+            if of == rank and self._rest is not None:
+                self._rest.add(rank, name, splitter.flush())
+            elif of == rank:
                 for line in splitter.flush():
                     self._merger.add(rank, Item(name, line), now)
 
@@ -140,6 +167,7 @@ class CellOutput:
     def _clear(self, wait: bool) -> None:
         self._text.flush()
         self._text.restart()
+        self._rest = None
         self._page.clear(wait)
 
     def _write_line(self, stream: str, line: str) -> None:
@@ -158,7 +186,7 @@ class CellOutput:
 
     def _show_partials(self, now: float) -> None:
         """Lines that are not complete but old: what the ranks that wrote them have in common."""
-        if not self._merger.empty:
+        if not self._merger.empty or self._rest is not None:
             return
         for stream in ("stdout", "stderr"):
             texts = {rank: splitter.partial for (rank, name), splitter in self._splitters.items()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from colossal_nb.notebook.digits import differing_numbers, skeleton
 from colossal_nb.notebook.fold import rank_list
 from colossal_nb.notebook.merge import Item, Merger
-from colossal_nb.notebook.page import HEAD_LINES, TAIL_LINES
+from colossal_nb.notebook.text import HEAD_LINES, TAIL_LINES
 
 
 def test_equal_lines_are_shown_once_without_a_mark_under_a_strategy() -> None:
@@ -116,8 +116,8 @@ def test_a_long_text_is_folded_to_head_note_and_tail() -> None:
     lines = page.text().splitlines()
     assert lines[:HEAD_LINES] == [f"line {i}" for i in range(HEAD_LINES)]
     assert lines[HEAD_LINES:] == [f"line {i}" for i in range(count - TAIL_LINES, count)]
-    assert page.pictures == [f"... {count - HEAD_LINES - TAIL_LINES:,} lines left out here: cnb.last_run.outputs has "
-                             f"every line of every rank (--show all puts them on the page)"]
+    assert page.pictures == [f"... {count - HEAD_LINES - TAIL_LINES:,} lines of each rank left out here: "
+                             f"cnb.last_run.outputs has them all (--show all puts them on the page)"]
 
 
 def test_forty_thousand_distinct_lines_reach_the_page_when_asked() -> None:
