@@ -20,7 +20,8 @@ SOURCES = ("colossal_nb", "pyproject.toml", "README.md", "LICENSE")
 
 
 def ran(*command: object, cwd: Path) -> str:
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    words = [str(part) for part in command]
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -42,16 +43,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a new environment that has the wheel, and sees the dependencies of this one but not our checkout."""
+    """The Python of a new environment with the wheel, which sees the dependencies of this one but not our checkout."""
     home = tmp_path_factory.mktemp("empty")
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
     (site,) = home.glob("lib/python*/site-packages")
     # A path line adds the folder without reading the .pth files in it, so an editable install of ours stays unseen.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    missing = subprocess.run(
-        [python, "-c", "import torch, zmq, colossal_nb"], cwd=home, capture_output=True, text=True, timeout=120, check=False
-    )
+    ask = [python, "-c", "import torch, zmq, colossal_nb"]
+    missing = subprocess.run(ask, cwd=home, capture_output=True, text=True, timeout=120, check=False)
     assert "No module named 'colossal_nb'" in missing.stderr, "the environment is not empty"
     ran(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=home)
     return python
@@ -72,7 +72,7 @@ def test_metadata_says_what_pyproject_says(wheel):
         metadata = Parser().parsestr(archive.read(name).decode())
     assert metadata["Name"] == "colossal_nb"
     assert set(metadata.get_all("Provides-Extra")) == {"gpu", "hf", "lab", "test"}
-    assert any(line.startswith("torch<") or line.startswith("torch>") for line in metadata.get_all("Requires-Dist"))
+    assert any(line.startswith(("torch<", "torch>")) for line in metadata.get_all("Requires-Dist"))
     assert metadata.get_payload().startswith("# colossal_nb")
 
 
