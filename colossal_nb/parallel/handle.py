@@ -77,7 +77,7 @@ class Parallel:
 
     def group(self, *axes: str) -> Group:
         """This rank's group along axes of the mesh; along all of them if none is named."""
-        return World.current().group(self.mesh, axes[0] if len(axes) == 1 else axes or self.mesh.axes)
+        return group_along(self.mesh, axes or self.mesh.axes)
 
     def held(self) -> dict[str, nn.Parameter]:
         """The parameters of which this rank holds some part."""
@@ -114,6 +114,12 @@ class Parallel:
             yield
         finally:
             self.inside = before
+
+
+def group_along(mesh: Mesh, axes: tuple[str, ...]) -> Group:
+    """This rank's group along axes. Axes of one rank add nothing, so that the others' connections are used again."""
+    longer = tuple(axis for axis in axes if mesh.axis_size(axis) > 1) or axes[:1]
+    return World.current().group(mesh, longer[0] if len(longer) == 1 else longer)
 
 
 def holds(p: Tensor, rank: int) -> bool:

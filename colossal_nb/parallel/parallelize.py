@@ -40,9 +40,9 @@ def parallelize(
     _check_model(model)
     if plan is not None:
         raise ValueError("plan= is not built yet: leave it out, the rules decide what is cut")
-    wanted = _strategy(strategy, world)
     if find(model) is not None:
-        return _again(model, optimizer, strategy, wanted)
+        return _again(model, optimizer, strategy)
+    wanted = _strategy(strategy, world)
     mesh = wanted.mesh(world.world_size)
     if optimizer is not None:
         optimizers.check(optimizer, model, cut=mesh.size > 1)
@@ -153,14 +153,13 @@ def _strategy(strategy: Strategy | str | None, world: World) -> Strategy:
     return chosen.filled(world.world_size)
 
 
-def _again(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Strategy | str | None, wanted: Strategy
-) -> Any:
+def _again(model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Strategy | str | None) -> Any:
     """A model that is parallel already: nothing to do, unless another strategy or optimizer is asked for."""
     parallel = find(model)
     assert parallel is not None
     require_cell(parallel)
-    if named is not None and wanted != parallel.strategy:
+    wanted = parallel.strategy if named is None else _strategy(named, World.current())
+    if wanted != parallel.strategy:
         raise ValueError(
             f"this model is parallel as {text(parallel.strategy)} for life; {text(wanted)} needs a new one: build the "
             "model again, load_state_dict(old.state_dict()) into it, and parallelize that"

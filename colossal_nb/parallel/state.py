@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel.handle import holds
+from colossal_nb.parallel.handle import group_along, holds
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, On, Shard
@@ -25,7 +25,7 @@ def full_grad(p: Tensor) -> Tensor | None:
     layout = layout_of(p)
     if layout is None:
         return None if p.grad is None else p.grad.clone()
-    group = World.current().group(layout.mesh, layout.mesh.axes)
+    group = group_along(layout.mesh, layout.mesh.axes)
     present = torch.tensor([float(p.grad is not None)])
     group.run("all_reduce", [present], of="gradient")
     if not present:
@@ -40,7 +40,7 @@ def gathered(part: Tensor, layout: Layout) -> Tensor:
     whole = part.new_empty(shape)
     if layout.slices(world.rank) is not None:
         axes = tuple(axis for axis in mesh.axes if isinstance(layout.placement(axis), Shard))
-        group = world.group(mesh, axes) if axes else None
+        group = group_along(mesh, axes) if axes else None
         parts = [part.contiguous()]
         ranks = (world.rank,) if group is None else group.ranks
         if group is not None:

@@ -1,0 +1,101 @@
+"""What a whole step of the GPT sends: counts and payloads derived by hand, none computed by the code under test."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import colossal_nb as cnb
+from colossal_nb.models import GPT
+from colossal_nb.parallel.world import World
+from colossal_nb.record import RecordBuilder
+
+pytestmark = pytest.mark.ranks
+
+# The model: 128 classes, 4 blocks, hidden 16, positions 16; the batch: 8 samples of 8 tokens; float32.
+# An activation of the whole batch: 8 samples * 8 tokens * 16 * 4 bytes = 4096 bytes.
+ACTIVATION = 4096
+# Parameters: embedding 128*16 = 2048, positions 16*16 = 256, the last norm 2*16 = 32, head 128*16 = 2048.
+#   A block: two norms 2 * 2*16 = 64; qkv 48*16 + 48 = 816; out 16*16 + 16 = 272; up 64*16 + 64 = 1088;
+#   down 16*64 + 16 = 1040: together 3280. In all 2048 + 256 + 32 + 2048 + 4 * 3280 = 17504 numbers.
+NUMBERS = 17504
+# Tensors: embedding, positions, head; the last norm 2; a block 2 * 2 for the norms and 4 * 2 for the linears.
+TENSORS = 3 + 2 + 4 * 12
+# The agreement on the loss: sum, count, sum of the counts of all means, their spread, dtype: 5 numbers of 8 bytes.
+LOSS = 5 * 8
+
+
+def moved(strategy: str) -> Counter[tuple[str, str, str, int]]:
+    """(kind, group, what for, payload bytes) of all calls of one step, after those in which batches are compared."""
+    recorder = World.current().recorder
+    torch.manual_seed(0)
+    model: Any = GPT(vocab_size=128, layers=4, hidden=16, heads=4, max_length=16)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    model, optimizer = cnb.parallelize(model, optimizer, strategy)
+    text = torch.randint(128, (8, 9))
+    for _ in range(4):
+        recorder.drain()
+        optimizer.zero_grad()
+        cnb.forward_backward(model, loss_fn, text[:, :-1], text[:, 1:])
+        optimizer.step()
+    builder = RecordBuilder()
+    builder.feed(recorder.drain())
+    rows = builder.record().slices
+    return Counter(
+        (str(row["kind"]), str(row["group"]).split(":")[0], _purpose(str(row["of"])), int(row["payload_bytes"]))
+        for row in rows[rows["lane"] == "comm"]
+    )
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _purpose(of: str) -> str:
+    """Module names without their block."""
+    return ".".join(part for part in of.split(".") if not part.isdigit())
+
+
+def test_dp(ranks: Any) -> None:
+    # One bucket (25 MiB) takes all gradients: 17504 * 4 bytes. The loss row also says for each of the 53 tensors
+    # whether it has a gradient: 8 bytes each.
+    expected = {
+        ("all_reduce", "dp", "gradients", NUMBERS * 4): 1,
+        ("all_reduce", "dp", "loss", LOSS + TENSORS * 8): 1,
+    }
+    assert ranks(4).run(moved, "dp=4") == [expected] * 4
+
+
+def test_tp(ranks: Any) -> None:
+    # Each block: forward after out and after down, backward before qkv and before up. The embedding's rows are dealt to
+    # the ranks: its output is summed forward; the head's input is summed backward. Cross entropy sums three numbers for
+    # each of the 64 tokens: 64 * 4 = 256 bytes. One microbatch, no gradient is exchanged.
+    expected = {
+        ("all_reduce", "tp", "blocks.attention.out", ACTIVATION): 4,
+        ("all_reduce", "tp", "blocks.down", ACTIVATION): 4,
+        ("all_reduce", "tp", "blocks.attention.qkv", ACTIVATION): 4,
+        ("all_reduce", "tp", "blocks.up", ACTIVATION): 4,
+        ("all_reduce", "tp", "token", ACTIVATION): 1,
+        ("all_reduce", "tp", "head", ACTIVATION): 1,
+        ("all_reduce", "tp", "head", 256): 3,
+        ("all_reduce", "tp", "loss", LOSS): 1,
+    }
+    assert ranks(4).run(moved, "tp=4") == [expected] * 4
+
+
+def test_pp(ranks: Any) -> None:
+    # Four microbatches (the default, pp) of 2 samples: 4096 / 4 = 1024 bytes each. At each of the three borders every
+    # microbatch crosses once forward as an activation and once backward as its gradient: 3 * 4 sends each way.
+    found = ranks(4).run(moved, "pp=4")
+    sends = sum((Counter({key[0]: count}) for each in found for key, count in each.items()), Counter())
+    assert sends == {"send": 24, "recv": 24, "all_reduce": 4}
+    assert {key[3] for each in found for key in each if key[0] in ("send", "recv")} == {ACTIVATION // 4}
+    for stage, each in enumerate(found):
+        neighbours = (stage > 0) + (stage < 3)
+        assert each["all_reduce", "pp", "loss", LOSS] == 1
+        assert sum(count for key, count in each.items() if key[0] == "send") == 4 * neighbours
+        assert sum(count for key, count in each.items() if key[0] == "recv") == 4 * neighbours
+        assert sum(count for key, count in each.items() if "gradient" in key[2] and key[0] == "send") == 4 * (stage > 0)
