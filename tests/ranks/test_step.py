@@ -15,6 +15,7 @@ from colossal_nb.record import RecordBuilder
 
 pytestmark = pytest.mark.ranks
 PAD = -100
+FOUR = [(4, "dp=2 tp=2"), (4, "dp=2 pp=2"), (4, "tp=2 pp=2")]
 
 
 def gpt(tied: bool = False) -> GPT:
@@ -189,8 +190,7 @@ def _outputs(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "strategy"),
-    [(1, "microbatches=2"), (2, "dp=2"), (2, "tp=2"), (2, "pp=2")]
-    + [(4, "dp=2 tp=2"), (4, "dp=2 pp=2"), (4, "tp=2 pp=2")],
+    [(1, "microbatches=2"), (2, "dp=2"), (2, "tp=2"), (2, "pp=2"), *FOUR],
 )
 def test_outputs_are_global(ranks: Any, count: int, strategy: str) -> None:
     ranks(count).run(_outputs, strategy)
