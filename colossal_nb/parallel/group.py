@@ -43,10 +43,11 @@ class Work:
         try:
             for handle in self.handles:
                 handle.wait()
+            self.complete()
         except BaseException as error:
-            self.close()
             raise self._group.translated(error) from (None if isinstance(error, Released) else error)
-        self.complete()
+        finally:
+            self.close()  # also where a KeyboardInterrupt lands in the handler above
 
     def complete(self) -> None:
         """The handles are done: put the result where it belongs, write the slice; the first call counts."""
@@ -176,12 +177,14 @@ class Group:
     def _started(
         self, issue: Callable[[], Sequence[Handle]], finish: Callable[[], None] | None, token: Any, wait: bool
     ) -> Work:
+        work = None
         try:
-            handles = issue()
+            work = Work(self, issue(), finish, token)
         except BaseException as error:
-            self.epoch.world.recorder.end(token)
             raise self.translated(error) from (None if isinstance(error, Released) else error)
-        work = Work(self, handles, finish, token)
+        finally:
+            if work is None:
+                self.epoch.world.recorder.end(token)
         if wait:
             work.wait()
         return work

@@ -1,6 +1,7 @@
 """A rank that is stuck in a collective comes free, keeps its variables, and works on in the next epoch."""
 
 import os
+import signal
 import threading
 import time
 
@@ -172,3 +173,37 @@ def test_a_death_frees_the_ranks_that_wait_for_it(ranks):
         pool.run(_die)
     assert pool.answers[0][0] == "error"
     assert isinstance(pool.answers[0][2], Released)
+
+
+def _signalled():
+    """A real SIGINT beside the abort: Python raises it as soon as gloo lets go, wherever that is."""
+    world = World.current()
+    kept = torch.ones(2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for cycle in range(1, 6):
+            world.whole().run("barrier", [])
+
+            def interrupt():
+                world.interrupted = True
+                os.kill(os.getpid(), signal.SIGINT)
+                world.abort("interrupt")
+
+            timer = threading.Timer(0.1, interrupt)
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                if (world.rank + cycle) % 2:
+                    world.whole().run("recv", [torch.ones(1)], peer=(world.rank + 1) % world.world_size)
+                world.whole().run("all_reduce", [kept.clone()])
+                time.sleep(30)
+            timer.join()
+            assert world.recorder.open() == []
+            world.regroup(cycle, range(world.world_size))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    world.whole().run("all_reduce", [kept])
+    return kept.tolist()
+
+
+def test_a_signal_and_an_abort_together_are_one_keyboard_interrupt(ranks):
+    assert ranks(2).run(_signalled) == [[2.0, 2.0]] * 2
