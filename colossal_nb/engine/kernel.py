@@ -8,7 +8,7 @@ from typing import Any
 import ipyparallel.engine.app as engine_app
 from ipyparallel.engine.kernel import IPythonParallelKernel
 
-from colossal_nb.engine import prompts, tracebacks
+from colossal_nb.engine import files, progress, prompts, tracebacks
 from colossal_nb.engine.cell import Cells
 from colossal_nb.engine.loops import PrivateLoop
 from colossal_nb.engine.requests import Requests
@@ -24,7 +24,7 @@ class RankKernel(IPythonParallelKernel):                               # type: i
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.shell.loop_runner = PrivateLoop()
-        self.shell.config.pop("IPKernelApp", None)     # tqdm.auto takes it for a page that can show its widgets
+        progress.install()
         prompts.install(self.shell)
         tracebacks.install(self.shell)
         self._requests = Requests(self.shell, self.cells)
@@ -102,6 +102,7 @@ class RankEngine(engine_app.IPEngine):                                 # type: i
 
 def start(rank: int, directory: str, cells: Cells, on_ready: Callable[[str, Any], None]) -> None:
     """Become the ipyparallel engine with this rank's number; returns when the engine ends."""
+    files.install(lambda: cells.world.recorder, directory)
     RankKernel.cells = cells
     engine_app.Kernel = RankKernel
     RankEngine.on_ready = staticmethod(on_ready)

@@ -11,6 +11,7 @@ from colossal_nb.cluster.client import ClusterLost, RankFailed
 from colossal_nb.notebook import names, summary
 from colossal_nb.notebook.arguments import CellArguments, read_cell, read_verb
 from colossal_nb.notebook.errors import fail, fail_for
+from colossal_nb.notebook.files import written_together
 from colossal_nb.notebook.fold import named
 from colossal_nb.notebook.output import CellOutput
 from colossal_nb.notebook.page import KernelPage, Page, say
@@ -52,6 +53,7 @@ class Notebook:
             self._check_names(source, arguments.local)
             if arguments.compare:
                 runs = self.compare(source, line, arguments.compare)
+                self._remember(runs[-1], source, arguments.compare[len(runs) - 1])
                 self._bind(arguments.out, runs)
                 return
             run = self.run(source, line, arguments)
@@ -73,9 +75,9 @@ class Notebook:
                             only=arguments.only)
         follow(run, output, self.page)
         self._remember(run, source, arguments.strategy)
-        said = summary.line(run)
-        if said:
-            say(self.page, said)
+        for said in (written_together(run), summary.line(run)):
+            if said:
+                say(self.page, said)
         return run
 
     def compare(self, source: str, line: str, strategies: tuple[Strategy, ...]) -> list[Run]:
@@ -87,9 +89,7 @@ class Notebook:
                 self.session.run(_forget(source)).wait()
             run = self.session.run(numbered(line, source), strategy)
             self._keep(run)
-            run.wait()
-            self._remember(run, source, strategy)
-            runs.append(run)
+            runs.append(run.wait())
             if run.status == "interrupted":
                 break
         self.page.display(summary.table(summary.COLUMNS, summary.rows(runs)))

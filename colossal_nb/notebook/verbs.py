@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from colossal_nb.notebook.fold import rank_list
 from colossal_nb.notebook.magics import Notebook, PastCell, Verb, describe_ranks
 from colossal_nb.notebook.options import VERBS
 from colossal_nb.notebook.page import say
+from colossal_nb.notebook.report import report_on
 from colossal_nb.plan.strategy import Strategy
-from colossal_nb.record import measures
 from colossal_nb.run import Run
 
 
@@ -99,46 +99,7 @@ def pull(notebook: Notebook, arguments: VerbArguments) -> None:
 
 def report(notebook: Notebook, arguments: VerbArguments) -> None:
     _no_words(arguments)
-    run = _last_run()
-    said = summary.line(run)
-    say(notebook.page, said or f"the last cell ran {summary.duration(run.seconds)} and recorded no training step")
-    layouts = run.record.layouts
-    if len(layouts):
-        notebook.page.display(summary.table(("layout", "tensors", "bytes on a rank", "for example"), _layouts(run)))
-    rows = _per_rank(run)
-    if rows:
-        notebook.page.display(summary.table(("rank", "peak memory", "sent", "waited in collectives"), rows))
-    for note in run.notes:
-        say(notebook.page, note)
-
-
-def _layouts(run: Run) -> list[tuple[str, ...]]:
-    """What was cut how: tensors with the same layout together, as rank 0's first entry of each tensor says."""
-    latest: dict[str, Any] = {}
-    for row in run.record.layouts:
-        if row["rank"] == run.ranks[0]:
-            latest[str(row["tensor"])] = row
-    count: Counter[str] = Counter()
-    size: Counter[str] = Counter()
-    example: dict[str, str] = {}
-    for name, row in latest.items():
-        count[str(row["layout"])] += 1
-        size[str(row["layout"])] += int(row["local_bytes"])
-        example.setdefault(str(row["layout"]), f"{name} {row['local_shape']}")
-    return [(layout, str(count[layout]), summary.size(size[layout]), example[layout]) for layout in count]
-
-
-def _per_rank(run: Run) -> list[tuple[str, ...]]:
-    from colossal_nb.plan import sent_bytes
-    record = run.record
-    peaks = measures.peak_memory(record)
-    waits = measures.waits(record)
-    sent: dict[int, float] = defaultdict(float)
-    for (rank, _), count in measures.sent_bytes(record, sent_bytes).items():
-        sent[rank] += float(count)
-    ranks = sorted({*peaks, *sent})
-    return [(str(rank), summary.size(peaks[rank].total_bytes) if rank in peaks else "-", summary.size(sent[rank]),
-             summary.duration(waits.get(rank, 0.0))) for rank in ranks]
+    report_on(_last_run(), notebook.page)
 
 
 def who(notebook: Notebook, arguments: VerbArguments) -> None:

@@ -107,7 +107,7 @@ def test_timeit_runs_equally_often_on_all_ranks(session: Session) -> None:
     ok(session, "%timeit -r 2 step()")
     counts = printed(ok(session, "print(len(count))"))
     assert counts == [counts[0]] * 4
-    assert int(counts[0]) > 10
+    assert int(counts[0]) >= 3
 
 
 def test_an_error_names_rank_and_line_and_leaves_the_others_alone(session: Session) -> None:
