@@ -93,7 +93,7 @@ class Kernel:
 
     def __enter__(self) -> Self:
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.start_kernel(cwd=tempfile.gettempdir())
+        self.manager.start_kernel(cwd=tempfile.gettempdir(), extra_arguments=["--IPKernelApp.log_level=40"])
         self.client = self.manager.client()
         self.client.start_channels()
         self.client.wait_for_ready(timeout=120)
