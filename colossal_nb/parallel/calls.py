@@ -157,8 +157,8 @@ def reduce_scatter(tensors: Sequence[Tensor], size: int, reduce: str = "sum") ->
     several times faster than gloo's own.
     """
     out, *parts = tensors
-    if len(parts) == 1 and size != 1:
-        (whole,) = parts
+    whole = parts[0] if len(parts) == 1 and size != 1 else None
+    if whole is not None:
         if whole.numel() != size * out.numel():
             raise ValueError(
                 f"reduce_scatter: {size} ranks take {describe(out)} each, {size * out.numel()} elements; "
@@ -172,18 +172,16 @@ def reduce_scatter(tensors: Sequence[Tensor], size: int, reduce: str = "sum") ->
     can_reduce(out, reduce)
     if reduce not in _FOLDS:
         raise ValueError(f"reduce_scatter has {', '.join(_FOLDS)}, not {reduce}")
-    forms = [movable(part).reshape(-1) for part in parts]
-    given = torch.cat(forms)
-    own = movable_numel(out)
-    room = given.new_empty(size * own)
-    splits = [form.numel() for form in forms]
+    splits = [movable_numel(part) for part in parts]
+    given = torch.cat([movable(part).reshape(-1) for part in parts]) if whole is None else movable(whole).reshape(-1)
+    got = [movable_numel(out)] * size
+    room = given.new_empty(sum(got))
 
     def finish() -> None:
         stack = (room if room.dtype == out.dtype else room.view(out.dtype)).view(size, -1)
         stack = stack.to(WIDER.get(out.dtype, out.dtype))
         out.copy_(_FOLDS[reduce](stack).reshape(out.shape))
 
-    got = [own] * size
     issue = _one(lambda wire: wire.all_to_all(room, given, got, splits))
     return Call(bytes_of(*parts), issue, finish, parts, reduce, got, splits)
 

@@ -21,8 +21,9 @@ def describe(x: Tensor) -> str:
 def added(stack: Tensor) -> Tensor:
     """The sum over dim 0, one row after the other; low precision is added in fp32 and rounded once."""
     low = stack.dtype in (torch.bfloat16, torch.float16)
-    total = stack[0].to(torch.float32) if low else stack[0].clone()
-    for row in stack[1:]:
+    first, second, *rest = stack.to(torch.float32) if low else stack
+    total = first + second
+    for row in rest:
         total += row
     return total.to(stack.dtype)
 
