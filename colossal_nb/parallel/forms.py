@@ -22,7 +22,7 @@ def added(stack: Tensor) -> Tensor:
     """The sum over dim 0, one row after the other; low precision is added in fp32 and rounded once."""
     low = stack.dtype in (torch.bfloat16, torch.float16)
     first, second, *rest = stack.to(torch.float32) if low else stack
-    total = first + second
+    total: Tensor = first + second
     for row in rest:
         total += row
     return total.to(stack.dtype)
