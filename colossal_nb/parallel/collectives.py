@@ -122,12 +122,9 @@ class _Scatter(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         mesh, axis, of = ctx.where
-        grad = _gathered(grads[0], group_of(mesh, axis), of, ctx.dim, _unless_equal(ctx.sizes))
+        sizes = None if len(set(ctx.sizes)) == 1 else ctx.sizes
+        grad = _gathered(grads[0], group_of(mesh, axis), of, ctx.dim, sizes)
         return grad, None, None, None, None, None, None
-
-
-def _unless_equal(sizes: Sequence[int]) -> Sequence[int] | None:
-    return None if len(set(sizes)) == 1 else sizes
 
 
 class _AllToAll(Function):
