@@ -11,7 +11,9 @@ from colossal_nb.run import RankError, Run
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _CELL = re.compile(r"(?<=In)\[(\d+)\]")
-_OURS = re.compile(r"File \S*[/\\]colossal_nb[/\\](?!models|corpus)")
+_FRAME = re.compile(r"(Cell|File) ")
+_MODELS = re.compile(r"File \S*[/\\]colossal_nb[/\\](models|corpus)")
+_OURS = re.compile(r"File \S*[/\\]colossal_nb[/\\]")
 _LIBRARY = re.compile(r"File \S*[/\\](?:site-packages|lib[/\\]python[0-9.]+)[/\\]")
 MOST_LIBRARY_FRAMES = 2
 MOST_FRAMES = 20
@@ -67,10 +69,12 @@ def report(run: Run) -> list[str]:
     causes = {rank: error for rank, error in rest.items() if not error.consequence}
     header = bool(first.traceback) and len(run.ranks) > 1
     lines = [f"{_red(_who(same, run.ranks, bool(causes)))}:"] if header else []
-    lines += shortened(first.traceback)
-    if not lines or first.ename not in lines[-1]:  # a death, or a verdict of ours on why the rank was stopped
-        lines.append(f"{_red(first.ename)}: {first.evalue}")
-    lines += _others(causes)
+    frames = shortened(first.traceback)
+    if not frames or first.ename not in frames[-1]:  # a death, or a verdict of ours on why the rank was stopped
+        frames = [frame for frame in frames if _FRAME.match(_COLOUR.sub("", frame))]
+        frames.append(f"{_red(first.ename)}: {first.evalue}")
+    lines += frames
+    lines += _others(causes, first)
     consequences = {rank: error for rank, error in rest.items() if error.consequence}
     if consequences:
         at = sorted({error.line for error in consequences.values() if error.line})
@@ -85,9 +89,10 @@ def shortened(traceback: Sequence[str]) -> list[str]:
     library: list[str] = []
     for frame in traceback:
         text = _COLOUR.sub("", frame)
-        if _OURS.search(text):
+        models = _MODELS.search(text)
+        if _OURS.search(text) and not models:
             continue
-        if _LIBRARY.search(text):
+        if _LIBRARY.search(text) and not models:
             library.append(frame)
             continue
         kept += [*_few(library), _cut(frame)]
@@ -127,16 +132,19 @@ def _where(same: Sequence[int], line: int | None) -> str:
     return named(same) + (f", line {line}" if line else "")
 
 
-def _others(errors: dict[int, RankError]) -> list[str]:
+def _others(errors: dict[int, RankError], shown: RankError | None = None) -> list[str]:
     """One line for each different error, ranks with the same one together."""
     lines: list[str] = []
     left = dict(sorted(errors.items()))
     while left:
         error = next(iter(left.values()))
         same = _same(error, left) or [error.rank]
-        value = error.evalue.splitlines()[0] if error.evalue else ""
         line = f" (line {error.line})" if error.line else ""
-        lines.append(f"{named(same)}: {error.ename}{': ' if value else ''}{value}{line}")
+        if shown is not None and (error.ename, error.evalue) == (shown.ename, shown.evalue):
+            lines.append(f"{named(same)}: the same{line}")
+        else:
+            value = error.evalue.splitlines()[0] if error.evalue else ""
+            lines.append(f"{named(same)}: {error.ename}{': ' if value else ''}{value}{line}")
         left = {rank: each for rank, each in left.items() if rank not in same}
     hidden = len(lines) - MOST_OTHERS
     return [*lines[:MOST_OTHERS], f"... and {hidden} more: cnb.last_run.errors"] if hidden > 0 else lines

@@ -44,12 +44,21 @@ class Folder:
         """Before something that only these ranks showed; nothing if all did."""
         return "" if tuple(sorted(ranks)) == self._ranks else f"[{rank_list(ranks)}] "
 
+    def is_equal(self, row: Row) -> bool:
+        """Whether this is a line that all ranks printed."""
+        first = row.groups[0]
+        return first.ranks == self._ranks and not row.late and first.item.kind in ("stdout", "stderr")
+
+    def is_news(self, row: Row) -> bool:
+        """Whether it is yet to be said of such a line that it is equal: in a bare cell, once, and of no empty line."""
+        return self._say_same and self.is_equal(row) and bool(row.groups[0].item.text.strip())
+
     def same(self) -> str:
-        """Behind the first line that all ranks of a bare cell print, once."""
+        """Said once in a bare cell, of the first that all ranks showed equally."""
         if not self._say_same:
             return ""
         self._say_same = False
-        return f"  (same on ranks {rank_list(self._ranks)})"
+        return f"(same on ranks {rank_list(self._ranks)})"
 
     def _alike(self, groups: Sequence[Group]) -> list[list[Group]]:
         if self._show_all or len(groups) == 1:
@@ -69,8 +78,6 @@ class Folder:
             self._say_how = False
             where = f"differ in {count} number{'s' * (count != 1)}" if count else "differ in spaces"
             text += f"  ({others} alike, {where}{how})"
-        elif first.ranks == self._ranks and text.strip():
-            text += self.same()
         return [(first.item.kind, text)]
 
 

@@ -73,19 +73,16 @@ class CellOutput:
         for rank in {rank for rank, _ in self._splitters}:
             self._flush_partials(rank, float("-inf"))
         self._advance(float("inf"))
-        for row in self._merger.finish():
-            self._show(row)
+        self._show_rows(self._merger.finish())
         self._close_line()
         self._text.flush()
-        for row in self._rest.finish(self._fold) if self._rest is not None else ():
-            self._show(row)
+        self._show_rows(self._rest.finish(self._fold) if self._rest is not None else [])
         self._text.flush()
         self._bars.draw(0.0, last=True)
 
     def _advance(self, now: float) -> None:
         """Show the rows that are due. When the page has had enough lines, the rest goes where it is only counted."""
-        for row in self._merger.take(now, self._text.room or sys.maxsize):
-            self._show(row)
+        self._show_rows(self._merger.take(now, self._text.room or sys.maxsize))
         if self._rest is None and not self._text.room:
             self._rest = Rest(self._page, self._merger.ranks)
             for rank, item in self._merger.drain():
@@ -106,6 +103,23 @@ class CellOutput:
             elif of == rank:
                 for line in splitter.flush():
                     self._merger.add(rank, Item(name, line), now)
+
+    def _show_rows(self, rows: Sequence[Row]) -> None:
+        """Show rows. In a bare cell the first stretch of equal lines is followed by the word that they are."""
+        start = next((i for i, row in enumerate(rows) if self._folder.is_news(row)), len(rows))
+        end = next((i for i in range(start, len(rows)) if not self._folder.is_equal(rows[i])), len(rows))
+        for row in rows[:start]:
+            self._show(row)
+        if end == start + 1:
+            item = rows[start].groups[0].item
+            self._write_line(item.kind, f"{item.text}  {self._folder.same()}")
+        else:
+            for row in rows[start:end]:
+                self._show(row)
+            if end > start:
+                self._write_line(rows[start].groups[0].item.kind, self._folder.same())
+        for row in rows[end:]:
+            self._show(row)
 
     def _show(self, row: Row) -> None:
         kind = row.groups[0].item.kind
@@ -144,7 +158,7 @@ class CellOutput:
             text = str((group.item.output.data or {})["text/plain"]) if group.item.output else ""
             mark = self._folder.mark(group.ranks)
             if not mark and "\n" not in text:
-                text += self._folder.same()
+                text = f"{text}  {self._folder.same()}".rstrip()
             lines.append(mark + text.replace("\n", "\n" + " " * len(mark)))
         self._page.display({"text/plain": "\n".join(lines)})
 

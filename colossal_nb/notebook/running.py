@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from colossal_nb.notebook.digits import skeleton
 from colossal_nb.notebook.fold import named
 from colossal_nb.notebook.output import CellOutput
 from colossal_nb.notebook.page import Page, say
@@ -11,6 +12,7 @@ from colossal_nb.run import Output, Pause, RankState, Run
 
 TURN_S = 0.03
 TELL_S = 1.0
+LONGEST_VALUE = 200
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Told:
     def turn(self, seconds: float) -> None:
         """Say what is due `seconds` after the cell began."""
         for note in self.run.notes[self.notes:]:
-            say(self.page, note)
+            self._once(skeleton(note), note)  # each rank has its own copy of what happened to all
         self.notes = len(self.run.notes)
         over = [rank for rank, state in self.states.items() if state.state in ("done", "error", "dead")]
         running = [rank for rank in self.run.ranks if rank not in over]
@@ -39,10 +41,13 @@ class Told:
 
     def _failure(self, running: list[int], seconds: float) -> None:
         error = self.run.error
-        if error is not None and seconds - error.time_s >= TELL_S:
+        # Those that wait for the failed one are released without being asked.
+        busy = [rank for rank in running if rank not in self.states or self.states[rank].state != "waiting"]
+        if error is not None and busy and seconds - error.time_s >= TELL_S:
             line = f" (line {error.line})" if error.line else ""
-            self._once("failure", f"rank {error.rank} raised {error.ename}{line}; {named(running)} still "
-                                  f"run{'s' * (len(running) == 1)}: Stop ends the cell")
+            value = error.evalue.partition("\n")[0][:LONGEST_VALUE]
+            self._once("failure", f"rank {error.rank} raised {error.ename}: {value}{line}; {named(busy)} still "
+                                  f"run{'s' * (len(busy) == 1)}: Stop ends the cell")
 
     def _endless(self, done: list[int], running: list[int], seconds: float) -> None:
         """All that run wait for others, and somebody has ended the cell: nobody will come."""

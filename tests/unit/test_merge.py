@@ -19,7 +19,12 @@ def test_equal_lines_are_shown_once_without_a_mark_under_a_strategy() -> None:
 
 
 def test_a_bare_cell_says_once_that_lines_are_the_same() -> None:
-    assert Cell(bare=True).all_print("a\nb\n").end().text() == "a  (same on ranks 0-3)\nb\n"
+    assert Cell(bare=True).all_print("a\nb\n").end().text() == "a\nb\n(same on ranks 0-3)\n"
+
+
+def test_a_single_equal_line_has_the_word_beside_it() -> None:
+    cell = Cell(bare=True).all_print("\na\n").wait(0.01)
+    assert cell.all_print("b\n").end().text() == "\na  (same on ranks 0-3)\nb\n"
 
 
 def test_one_rank_needs_no_marks() -> None:

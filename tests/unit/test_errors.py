@@ -1,0 +1,76 @@
+"""Errors: the first cause first, each once, consequences as one line, nothing of this package's own code."""
+from __future__ import annotations
+
+import pytest
+
+from colossal_nb.notebook.errors import MOST_FRAMES, CellError, fail, fail_for, report, shortened
+from colossal_nb.run import RankError, Run
+
+CELL = "Cell In[7], line 3\n----> 3 step()"
+OURS = "File /x/site-packages/colossal_nb/parallel/step.py:3, in forward_backward()"
+MODEL = "File /x/site-packages/colossal_nb/models/gpt.py:3, in forward()"
+LIBRARY = "File /x/site-packages/torch/nn/modules/linear.py:{}, in forward()"
+
+
+def failed(*errors: RankError, ranks: int = 4, status: str = "error") -> Run:
+    run = Run("", None, tuple(range(ranks)))
+    run.errors = {error.rank: error for error in errors}
+    run.status, run.cell = status, 7
+    return run
+
+
+def error(rank: int, name: str = "ValueError", value: str = "no", line: int = 3, time_s: float = 0.0,
+          consequence: bool = False) -> RankError:
+    return RankError(rank, name, value, [CELL, f"{name}: {value}"], line, time_s, consequence)
+
+
+def test_the_same_error_of_all_ranks_is_shown_once() -> None:
+    assert report(failed(*(error(rank, value=f"rank {rank}") for rank in range(4)))) == [
+        "\x1b[0;31mall ranks (0-3) raised this\x1b[0m:", CELL, "ValueError: rank 0"]
+
+
+def test_the_first_cause_comes_first() -> None:
+    run = failed(error(0, "KeyError", "k", 9, time_s=2.0), error(2, time_s=1.0),
+                 error(3, "Released", "", 5, time_s=0.5, consequence=True), error(1, line=8, time_s=1.5))
+    assert report(run) == ["\x1b[0;31mrank 2 raised this first\x1b[0m:", CELL, "ValueError: no", "rank 0: KeyError: k (line 9)",
+                           "rank 1: the same (line 8)", "rank 3: stopped because of that (line 5)"]
+
+
+def test_what_is_raised_has_the_users_name_ranks_and_line() -> None:
+    with pytest.raises(CellError) as caught:
+        fail_for(failed(error(1), error(2)), {7: 12})
+    assert type(caught.value).__name__ == "ValueError"
+    assert str(caught.value) == "no (ranks 1,2, line 3)"
+    assert "In[12], line 3" in caught.value._render_traceback_()[1]
+
+
+def test_a_death_has_no_traceback() -> None:
+    died = RankError(1, "RankDied", "rank 1 was lost: SIGKILL")
+    assert report(failed(died)) == ["\x1b[0;31mRankDied\x1b[0m: rank 1 was lost: SIGKILL"]
+
+
+def test_a_verdict_replaces_how_the_rank_was_stopped() -> None:
+    stopped = RankError(1, "TimeoutError", "too long", ["KeyboardInterrupt  Traceback", CELL, "KeyboardInterrupt: "], 3)
+    assert report(failed(stopped, ranks=2))[1:] == [CELL, "\x1b[0;31mTimeoutError\x1b[0m: too long"]
+
+
+def test_an_interrupt_is_a_keyboard_interrupt_with_the_lines() -> None:
+    run = failed(error(0, "KeyboardInterrupt", ""), error(1, "KeyboardInterrupt", "", 5), status="interrupted")
+    with pytest.raises(CellError) as caught:
+        fail_for(run, {})
+    assert type(caught.value).__name__ == "KeyboardInterrupt"
+    assert caught.value.lines[0].endswith("stopped on ranks 0-3, lines 3, 5; variables are kept")
+
+
+def test_tracebacks_are_short() -> None:
+    library = [LIBRARY.format(i) for i in range(5)]
+    assert shortened([CELL, OURS, MODEL, *library, "ValueError: no"]) == [
+        CELL, MODEL, "    ... 3 frames in libraries ...", *library[3:], "ValueError: no"]
+    assert len(shortened([CELL] * 3000)) == MOST_FRAMES + 1
+    assert len(shortened(["ValueError: " + "x" * 500_000])[0]) < 3_000
+
+
+def test_one_sentence_for_what_was_typed_wrong() -> None:
+    with pytest.raises(CellError) as caught:
+        fail("ValueError", "there is no field 'zz'")
+    assert caught.value.lines == ["\x1b[0;31mValueError\x1b[0m: there is no field 'zz'"]
