@@ -78,6 +78,7 @@ def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None
         _layouts(parallel)
     plain.install(parallel)
     state.hook_state_dicts(model)
+    state.show_layouts()
     clip.install(parallel)
     memory.watch(parallel)
     for each in parallel.optimizers:

@@ -109,6 +109,24 @@ def _load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
         state[prefix + name] = local_part(value, layout, rank) if holds(tensor, rank) else tensor.detach()
 
 
+def show_layouts() -> None:
+    """From now on the text of a distributed parameter ends with what this rank holds of it."""
+    if nn.Parameter.__repr__ is not _text:
+        nn.Parameter.__repr__ = _text  # type: ignore[assignment]
+
+
+_PLAIN_TEXT = nn.Parameter.__repr__
+
+
+def _text(p: nn.Parameter) -> str:
+    layout, text = layout_of(p), _PLAIN_TEXT(p)
+    if layout is None or layout.mesh.size == 1:
+        return text
+    rank = World.current().rank
+    part = list(p.shape) if holds(p, rank) else "nothing"
+    return f"{text}\nrank {rank} holds {part} of {layout}"
+
+
 def _entries(model: nn.Module) -> list[tuple[str, Tensor]]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return [(name, tensor) for name, tensor in named]

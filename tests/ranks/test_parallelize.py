@@ -263,6 +263,19 @@ def _three_heads() -> str:
     return refusal(cnb.parallelize, gpt(), None, "tp=3")
 
 
+def _texts() -> tuple[str, str, str]:
+    model = cnb.parallelize(gpt(), strategy="tp=2 pp=2")
+    return repr(model.blocks[0].up.bias), repr(model.norm.weight), repr(nn.Linear(1, 1).weight)
+
+
+def test_the_text_of_a_parameter_shows_its_layout(ranks: Any) -> None:
+    found = ranks(4).run(_texts)
+    assert found[1][0].endswith("\nrank 1 holds [32] of float64 [64], pp: On(0), tp: Shard(0, by index)")
+    assert found[1][1].endswith("\nrank 1 holds nothing of float64 [16], pp: On(1)")
+    assert all(text.startswith("Parameter containing:\ntensor(") for each in found for text in each)
+    assert "holds" not in found[0][2]
+
+
 def _odd_weights() -> str:
     torch.manual_seed(World.current().rank == 1)
     return refusal(cnb.parallelize, MLP(4, 8, 3), None, "dp=4")
