@@ -1,6 +1,8 @@
 """Gloo over TCP: the transport for CPU ranks, on one host or several."""
 
+import contextlib
 import datetime
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,6 +16,7 @@ from colossal_nb.parallel.transports import sockets
 # A wait for a rank that still computes is never an error: a hang is explained by the record and ended by an abort.
 _NEVER = datetime.timedelta(days=300)
 _THREADS = 2
+_LOOK = datetime.timedelta(milliseconds=100)
 
 
 class Handle(Protocol):
@@ -57,7 +60,7 @@ class PatientStore(compat.Store):  # type: ignore[misc]
 
     def __init__(self, store: Any, prefix: str, check: Callable[[], None]) -> None:
         super().__init__()
-        self._store, self._prefix, self._check = store, prefix, check
+        self._store, self._prefix, self.check_alive = store, prefix, check
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(self._prefix + key, value)
@@ -70,12 +73,43 @@ class PatientStore(compat.Store):  # type: ignore[misc]
         """Return when all keys are there; raises what `check` raises."""
         names, pause_s = [self._prefix + key for key in keys], 0.0002
         while not self._store.check(names):
-            self._check()
+            self.check_alive()
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.01)
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._store.check([self._prefix + key for key in keys]))
+
+
+class Collective:
+    """A collective under way, whose wait looks at `check` now and then.
+
+    Gloo can lose the end of a send whose connection is cut: the collective then never ends, and neither would a wait
+    for it. (Only for collectives: a time limit on a single send or receive would end all others of its group.)
+    """
+
+    def __init__(self, work: Any, check: Callable[[], None]) -> None:
+        self._work, self._check = work, check
+
+    def wait(self) -> Any:
+        while True:
+            try:
+                return self._work.wait(_LOOK)
+            except RuntimeError:
+                if self._work.is_completed():          # by now: the error may be no more than our look's own limit
+                    return self._work.wait()
+                self._check()
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _take_apart(box: list[Any]) -> None:
+    """Destroy a process group: its destructor waits for its collectives, of which one may never end."""
+    box.clear()
 
 
 class Gloo:
@@ -88,31 +122,41 @@ class Gloo:
         for other in range(size):
             endpoint.meet(store.get(f"at{other}").decode())
         options = compat.gloo_options(endpoint.device, _THREADS, _NEVER)
+        self._check = store.check_alive
         self._inner: Any = dist.ProcessGroupGloo(store, index, size, options)
+
+    def __del__(self) -> None:
+        """Taken apart in a thread of its own, so that nobody waits for a collective that has lost its end."""
+        box = [self.__dict__.pop("_inner", None)]
+        with contextlib.suppress(RuntimeError):  # at the end of the process there are no more threads
+            threading.Thread(target=_take_apart, args=(box,), daemon=True).start()
+
+    def _collective(self, work: Any) -> Collective:
+        return Collective(work, self._check)
 
     def all_reduce(self, x: torch.Tensor, reduce: str) -> Handle:
         options = dist.AllreduceOptions()
         options.reduceOp = compat.reduce_op(reduce)
-        return self._inner.allreduce([x], options)  # type: ignore[no-any-return]
+        return self._collective(self._inner.allreduce([x], options))
 
     def reduce(self, x: torch.Tensor, reduce: str, root: int) -> Handle:
         options = dist.ReduceOptions()
         options.reduceOp, options.rootRank = compat.reduce_op(reduce), root
-        return self._inner.reduce([x], options)  # type: ignore[no-any-return]
+        return self._collective(self._inner.reduce([x], options))
 
     def broadcast(self, x: torch.Tensor, root: int) -> Handle:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        return self._inner.broadcast([x], options)  # type: ignore[no-any-return]
+        return self._collective(self._inner.broadcast([x], options))
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
-        return self._inner._allgather_base(out, x, compat.all_gather_options())  # type: ignore[no-any-return]
+        return self._collective(self._inner._allgather_base(out, x, compat.all_gather_options()))
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor, got: list[int], given: list[int]) -> Handle:
-        return self._inner.alltoall_base(out, x, got, given, dist.AllToAllOptions())  # type: ignore[no-any-return]
+        return self._collective(self._inner.alltoall_base(out, x, got, given, dist.AllToAllOptions()))
 
     def barrier(self) -> Handle:
-        return self._inner.barrier(dist.BarrierOptions())  # type: ignore[no-any-return]
+        return self._collective(self._inner.barrier(dist.BarrierOptions()))
 
     def send(self, x: torch.Tensor, peer: int, tag: int) -> Handle:
         return self._inner.send([x], peer, tag)  # type: ignore[no-any-return]
