@@ -240,7 +240,8 @@ def _identity(rank: int, life: int, kind: bytes = b"side") -> bytes:
 def _environment() -> dict[str, str]:
     """The ranks' environment: one hash seed, plots inline, no CUDA and no pool of threads in the fork server."""
     seed = os.environ.get("PYTHONHASHSEED", "")
-    return {**os.environ, "PYTHONHASHSEED": seed if seed.isdigit() else str(int.from_bytes(os.urandom(3), "big")),
+    mine = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}   # stops capture
+    return {**mine, "PYTHONHASHSEED": seed if seed.isdigit() else str(int.from_bytes(os.urandom(3), "big")),
             "MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1", "OPENBLAS_NUM_THREADS": "1"}

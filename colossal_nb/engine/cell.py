@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from colossal_nb.engine import loops, randomness
+from colossal_nb.parallel import distributed
 from colossal_nb.plan.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -44,10 +45,14 @@ class Cells:
         self._prepare(shell, settings)
         begin = time.perf_counter()
         try:
-            with self._interrupts.cell(self.number):
+            try:
+                self._interrupts.begin(self.number)
                 result = loops.apart(lambda: shell.run_cell(source, store_history=store_history, silent=silent))
+            finally:
+                self._interrupts.end()
             reply = _reply(shell, result, self._interrupts.landed)
         except KeyboardInterrupt:                      # it came before the first line, or after the last
+            self._interrupts.end()
             reply = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": [], "line": None}
         reply["execution_count"] = self.number
         reply["raised_at"] = time.perf_counter()
@@ -72,6 +77,8 @@ class Cells:
             self._threads = threads
         size = len(self.ranks) if world.strategy is not None else world.world_size
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
+        distributed.start()                            # at once where nothing changed; a regroup may have
+        world.ledger.reset_peak()                      # a cell's peak is its own, not that of an earlier cell
         self._define(shell.user_ns, size, (world.strategy or Strategy()).mesh(size))
 
     def _define(self, names: dict[str, Any], size: int, mesh: Any) -> None:

@@ -3,8 +3,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from types import FrameType
 
 
@@ -17,6 +16,8 @@ class Interrupts:
         self._open = False
         self._cell = 0
         self._until = 0
+        self.begun = 0.0
+        """When the cell began, by this process's performance counter."""
         self.landed = False
         """Whether the cell that runs, or ran last, has been interrupted."""
 
@@ -27,22 +28,18 @@ class Interrupts:
         if self._open:
             raise KeyboardInterrupt
 
-    @contextmanager
-    def cell(self, number: int) -> Iterator[None]:
-        """The user's code of cell `number` runs inside; raises at once if this cell was interrupted before it began."""
+    def begin(self, number: int) -> None:
+        """The user's code of cell `number` follows; raises at once if this cell was interrupted before it began."""
         with self._lock:
             self._cell = number
             self.landed = number <= self._until
-        if self.landed:
-            self._close()
+        self.begun = time.perf_counter()
+        self._open = True
+        if self.landed:                                # the signal may have come while the gate was closed
             raise KeyboardInterrupt
-        try:
-            self._open = True
-            yield
-        finally:
-            self._close()
 
-    def _close(self) -> None:
+    def end(self) -> None:
+        """The cell is over, however it went; harmless again and again."""
         self._open = False
         with self._lock:
             self._cell = 0

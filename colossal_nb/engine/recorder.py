@@ -1,7 +1,7 @@
-"""The recorder of an engine: a `Recorder` that can say whether it has anything to send."""
+"""The recorder of an engine: can say whether it has anything to send, and forget what an abort has cut off."""
 from __future__ import annotations
 
-from colossal_nb.record.recorder import Recorder
+from colossal_nb.record.recorder import Recorder, Token
 
 
 class RankRecorder(Recorder):
@@ -11,3 +11,12 @@ class RankRecorder(Recorder):
     def pending(self) -> bool:
         """Whether events wait to be sent."""
         return any(self._rows.values())
+
+    def end(self, token: Token) -> None:
+        """As the base; nothing for a slice that was forgotten."""
+        if token in self._open:
+            super().end(token)
+
+    def forget_open(self) -> None:
+        """Drop the open slices: an interrupt may land between the opening and whoever would close it."""
+        self._open.clear()

@@ -40,7 +40,7 @@ class Side(threading.Thread):
         self._phases: list[dict[str, Any]] = []
         self._drain_lock = threading.Lock()
         self._frames = 0
-        self._reported: tuple[str, str] = ("", "")
+        self._reported: tuple[int, str, str] = (0, "", "")
         self._regroup: Frame | None = None
         self._reason = ""
         self.world: World | None = None
@@ -119,6 +119,7 @@ class Side(threading.Thread):
         if body["epoch"] > self.world.epoch:
             self.world.regroup(body["epoch"], tuple(body["ranks"]))
             self._store.renew()
+            self._recorder.forget_open()
             self.world.interrupted = False
             self._reason = ""
         self._send("ready", {"epoch": body["epoch"]})
@@ -138,14 +139,16 @@ class Side(threading.Thread):
         first = min((piece.t0 for piece in self._recorder.open() if piece.lane == "comm"), default=0.0)
         if what and first and time.perf_counter() - first < _SHOWN_AFTER_S:
             return
-        if (state, what) == self._reported or (state != "waiting" and self._reported[0] != "waiting"):
+        told = self._reported if self._reported[0] == running else (running, "", "")
+        if (running, state, what) == told or (state != "waiting" and told[1] != "waiting"):
             return
         self._state(state, what, first)
 
     def _state(self, state: str, what: str, since: float = 0.0) -> None:
-        self._reported = (state, what)
+        self._reported = (self._interrupts.running, state, what)
         self._send("state", {"state": state, "what": what, "cell": self._interrupts.running,
-                             "since": since or time.perf_counter(), "where": self._where()})
+                             "since": max(since or time.perf_counter(), self._interrupts.begun),
+                             "where": self._where()})
 
     def _where(self) -> str:
         """The user's line: the innermost frame of a cell in the main thread."""

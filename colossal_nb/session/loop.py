@@ -193,7 +193,8 @@ class CellLoop:
         states = [self.parts[rank].state for rank in waiting]
         since = [state.since_s for state in states if state is not None and state.state == "waiting"]
         done = [rank for rank, part in self.parts.items() if part.replied]
-        if done and len(since) == len(waiting) and now > max(since) + DEADLOCK_AFTER_S and not self._released:
+        proven = done and len(since) == len(waiting) and self._failed_at is None and not self._released
+        if proven and now > max(since) + DEADLOCK_AFTER_S:
             first = self.parts[waiting[0]].state
             assert first is not None
             verb = "waits" if len(waiting) == 1 else "wait"
