@@ -62,6 +62,7 @@ def execute(source: Path, out: Path, timeout_s: int) -> tuple[nbformat.NotebookN
     client = NotebookClient(
         notebook,
         timeout=timeout_s,
+        coalesce_streams=True,
         kernel_name="python3",
         resources={"metadata": {"path": str(out)}},
         extra_arguments=["--IPKernelApp.log_level=40"],  # its note on unencrypted loopback is no news here
