@@ -11,6 +11,7 @@ from colossal_nb.run import RankError, Run
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _CELL = re.compile(r"(?<=In)\[(\d+)\]")
+_CHAIN = re.compile("The above exception was the direct cause|During handling of the above exception")
 _FRAME = re.compile(r"(Cell|File) ")
 _MODELS = re.compile(r"File \S*[/\\]colossal_nb[/\\](models|corpus)")
 _OURS = re.compile(r"File \S*[/\\]colossal_nb[/\\]")
@@ -87,7 +88,7 @@ def shortened(traceback: Sequence[str]) -> list[str]:
     """A traceback without frames of this package, the last few frames of libraries, and nothing of great length."""
     kept: list[str] = []
     library: list[str] = []
-    for frame in traceback:
+    for frame in _last_of_chain(traceback):
         text = _COLOUR.sub("", frame)
         models = _MODELS.search(text)
         if _OURS.search(text) and not models:
@@ -102,6 +103,23 @@ def shortened(traceback: Sequence[str]) -> list[str]:
     if left_out > 0:
         kept[MOST_FRAMES // 2: -MOST_FRAMES // 2] = [f"    ... {left_out} frames ..."]
     return kept
+
+
+def _last_of_chain(traceback: Sequence[str]) -> Sequence[str]:
+    """Without errors that were raised again as the same error: the last one says all."""
+    parts: list[list[str]] = [[]]
+    for frame in traceback:
+        parts[-1].append(frame)
+        if _CHAIN.search(frame):
+            parts.append([])
+    last = _said(parts[-1])
+    return [frame for part in parts if part is parts[-1] or _said(part) != last for frame in part]
+
+
+def _said(part: Sequence[str]) -> str:
+    """The line with the error itself."""
+    lines = [line for frame in part if not _CHAIN.search(frame) for line in frame.splitlines() if line.strip()]
+    return _COLOUR.sub("", lines[-1]) if lines else ""
 
 
 def _cut(text: str) -> str:

@@ -128,7 +128,7 @@ class Notebook:
         self.known.clear()
 
     def _keep(self, run: Run, out: str = "") -> None:
-        self.numbers[run.cell] = self.shell.execution_count
+        self.numbers[run.cell] = self.number
         setattr(colossal_nb, "last_run", run)  # noqa: B010  (a public name that has no value at import)
         self._bind(out, run)
 
@@ -137,7 +137,7 @@ class Notebook:
             self.shell.user_ns[out] = value
 
     def _remember(self, run: Run, source: str, strategy: Strategy | None) -> None:
-        self.cells.append(PastCell(self.shell.execution_count, source, strategy, len(run.ranks), run.status == "ok"))
+        self.cells.append(PastCell(self.number, source, strategy, len(run.ranks), run.status == "ok"))
         if any(error.ename == "RankDied" for error in run.errors.values()):
             self.forget()
         elif run.status == "ok" and len(run.ranks) == run.world_size:
@@ -160,6 +160,11 @@ class Notebook:
             it = "it" if len(lacking) == 1 else "them"
             fail("NameError", f"the ranks do not have {', '.join(lacking)}, which this cell reads; the kernel does. "
                               f"Copy {it} with: %colossal push {' '.join(lacking)}")
+
+    @property
+    def number(self) -> int:
+        """The number of the cell that runs now, as in `In [number]`."""
+        return len(self.shell.history_manager.input_hist_parsed) - 1
 
     def here(self) -> dict[str, object]:
         """The kernel's own variables."""

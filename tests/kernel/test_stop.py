@@ -161,7 +161,7 @@ def test_a_proven_hang_ends_itself_and_says_who_waits_for_whom(session: Session)
     run = session.run(f"if rank != 3: {REDUCE}").wait()
     assert run.status == "error"
     assert {rank: error.ename for rank, error in run.errors.items()} == dict.fromkeys((0, 1, 2), "Deadlock")
-    assert "ranks 0, 1, 2 wait in all_reduce #0 of group world" in run.errors[0].evalue
+    assert "ranks 0, 1, 2 wait in all_reduce #" in run.errors[0].evalue
     assert "(cell line 1)" in run.errors[0].evalue
     assert "rank 3 finished the cell" in run.errors[0].evalue
     assert run.seconds >= 10

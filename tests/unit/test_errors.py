@@ -70,6 +70,13 @@ def test_tracebacks_are_short() -> None:
     assert len(shortened(["ValueError: " + "x" * 500_000])[0]) < 3_000
 
 
+def test_an_error_raised_again_is_shown_once() -> None:
+    link = "\nThe above exception was the direct cause of the following exception:\n"
+    assert shortened([CELL, "Mismatch: a", link, CELL, "Mismatch: a"]) == [CELL, "Mismatch: a"]
+    both = [CELL, "KeyError: a", link, CELL, "Mismatch: b"]
+    assert shortened(both) == both
+
+
 def test_one_sentence_for_what_was_typed_wrong() -> None:
     with pytest.raises(CellError) as caught:
         fail("ValueError", "there is no field 'zz'")
