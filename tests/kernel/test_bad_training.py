@@ -16,21 +16,26 @@ REPLICAS = "model, optimizer = cnb.parallelize(m := gpt(), adam(m))\n"
 
 # The strategy, the cell, the error's name, words that it must say.
 CELLS = [
-    ("tp=2", "cnb.parallelize(gpt(heads=3, hidden=18))", "ValueError", "3 independent groups (heads); tp=2 does not divide them"),
+    ("tp=2", "cnb.parallelize(gpt(heads=3, hidden=18))", "ValueError",
+     "3 independent groups (heads); tp=2 does not divide them"),
     ("pp=2", "cnb.parallelize(gpt(layers=1))", "ValueError", "pp=2 is more than the 1 blocks"),
-    ("pp=2", REPLICAS + "loss_fn(model(tokens), tokens).backward()", "ValueError", "cnb.forward_backward(model, loss_fn"),
-    ("dp=2", "cnb.forward_backward(model, loss_fn, tokens, tokens)", "ValueError", "the model was made parallel as pp=2"),
+    ("pp=2", REPLICAS + "loss_fn(model(tokens), tokens).backward()", "ValueError",
+     "cnb.forward_backward(model, loss_fn"),
+    ("dp=2", "cnb.forward_backward(model, loss_fn, tokens, tokens)", "ValueError",
+     "the model was made parallel as pp=2"),
     ("dp=2", "cnb.parallelize(model, optimizer)", "ValueError", "the model was made parallel as pp=2"),
     ("dp=2", REPLICAS + "cnb.forward_backward(model, loss_fn, (tokens + rank) % 16, tokens)", "ValueError",
      "the batch of rank 1 differs from the others'"),
-    ("dp=2", "cnb.forward_backward(model, lambda logits, targets: logits, tokens, tokens)", "ValueError", "a scalar or (sum, count)"),
+    ("dp=2", "cnb.forward_backward(model, lambda logits, targets: logits, tokens, tokens)", "ValueError",
+     "a scalar or (sum, count)"),
     ("dp=2", "cnb.forward_backward(model, lambda logits, targets: None, tokens, tokens)", "ValueError", "not NoneType"),
     ("dp=2", "cnb.forward_backward(model, loss_fn, tokens[:0], tokens[:0])", "ValueError", "the batch is empty"),
     ("dp=2", "cnb.forward_backward(gpt(), loss_fn, tokens, tokens)", "ValueError", "is not parallel yet"),
     ("dp=2", "cnb.parallelize('model')", "ValueError", "takes a torch.nn.Module, not str"),
     ("dp=2", "cnb.parallelize(gpt(), adam(gpt()))", "ValueError", "the optimizer holds none of the model's parameters"),
     ("dp=2", "cnb.parallelize(m := gpt(), torch.optim.LBFGS(m.parameters()))", "ValueError", "LBFGS"),
-    ("", "torch.distributed.all_reduce(torch.ones(2 + rank))", "Mismatch", "float32 [2], rank 1 calls all_reduce (sum) float32 [3]"),
+    ("", "torch.distributed.all_reduce(torch.ones(2 + rank))", "Mismatch",
+     "float32 [2], rank 1 calls all_reduce (sum) float32 [3]"),
     ("", "if rank: torch.distributed.barrier()\nelse: torch.distributed.all_reduce(torch.ones(2))", "Mismatch",
      "rank 1 calls barrier"),
     ("--ranks 0", "torch.distributed.all_reduce(torch.ones(1))", "ValueError", "runs on ranks 0 alone"),
@@ -47,7 +52,8 @@ def two(notebook: Notebook) -> Notebook:
 
 
 @pytest.mark.parametrize("strategy, code, ename, said", CELLS, ids=range(len(CELLS)))
-def test_one_clear_error_and_the_next_cell_works(two: Notebook, strategy: str, code: str, ename: str, said: str) -> None:
+def test_one_clear_error_and_the_next_cell_works(two: Notebook, strategy: str, code: str, ename: str,
+                                                 said: str) -> None:
     reply = two.run(f"%%colossal {strategy}\n{code}")
     assert reply.status == "error"
     assert ename in ("", reply.ename)
@@ -70,9 +76,9 @@ def test_pasted_process_group_lines_do_no_harm(two: Notebook) -> None:
 
 
 def test_files_that_both_ranks_write_are_noticed(two: Notebook) -> None:
-    folder = two.ok("%%colossal\nimport os, tempfile\nfolder = cnb.once(tempfile.mkdtemp)()\nprint(folder)").stream().split()[0]
+    made = two.ok("%%colossal\nimport tempfile\nfolder = cnb.once(tempfile.mkdtemp)()\nprint(folder)").stream()
     said = two.ok("%%colossal\nopen(folder + '/log.txt', 'w').close()\ntorch.save(tokens, folder + '/t.pt')").said
     assert "ranks 0,1 wrote the same files" in said and "log.txt" in said and "t.pt" in said and "cnb.once" in said
-    assert "wrote" not in two.ok("%%colossal\nopen(f'{folder}/{rank}.txt', 'w').close()\nopen(folder + '/log.txt').close()").said
-    assert folder.startswith("/")
+    apart = "%%colossal\nopen(f'{folder}/{rank}.txt', 'w').close()\nopen(folder + '/log.txt').close()"
+    assert made.startswith("/") and "wrote" not in two.ok(apart).said
     two.ok("%%colossal\nimport shutil\ncnb.once(shutil.rmtree)(folder)")

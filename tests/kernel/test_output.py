@@ -30,7 +30,8 @@ def test_output_is_streamed(notebook: Notebook) -> None:
 
 
 def test_stderr_and_warnings(notebook: Notebook) -> None:
-    reply = notebook.ok("%%colossal\nimport sys, warnings\nprint('to stderr', file=sys.stderr)\nwarnings.warn('careful')")
+    reply = notebook.ok("%%colossal\nimport sys, warnings\n"
+                        "print('to stderr', file=sys.stderr)\nwarnings.warn('careful')")
     assert "to stderr" in reply.stream("stderr")
     assert "cell, line 4: UserWarning: careful" in reply.stream("stderr")
     assert reply.stream("stderr").count("careful") == 2  # the message and its source line
@@ -72,7 +73,8 @@ def test_shell_timeit_time_await_and_help(notebook: Notebook) -> None:
     assert notebook.ok("%%colossal\n!echo from a shell").stream() == "from a shell  (same on ranks 0-3)\n"
     assert "loop" in notebook.ok("%%colossal\n%timeit -r 2 1 + 1").stream()
     assert "Wall time" in notebook.ok("%%colossal\n%%time\nsum(range(10))").stream()
-    assert notebook.ok("%%colossal\nimport asyncio\nawait asyncio.sleep(0.01)\nprint('awaited')").stream().startswith("awaited")
+    awaited = notebook.ok("%%colossal\nimport asyncio\nawait asyncio.sleep(0.01)\nprint('awaited')")
+    assert awaited.stream().startswith("awaited")
     assert notebook.ok("%%colossal\nprint('the next cell')").stream().startswith("the next cell")
     assert "Return the number of items" in notebook.ok("%%colossal\nlen?").said
 
@@ -145,7 +147,8 @@ def test_a_dead_rank_is_named_and_replaced(notebook: Notebook) -> None:
     assert notebook.ok("%%colossal\nprint(world_size)").stream() == "4  (same on ranks 0-3)\n"
 
 
-@pytest.mark.parametrize("body", ["while True: pass", "import torch\nif rank: torch.distributed.barrier()\nwhile True: pass"])
+@pytest.mark.parametrize("body", [
+    "while True: pass", "import torch\nif rank: torch.distributed.barrier()\nwhile True: pass"])
 def test_stop_is_a_keyboard_interrupt_and_variables_are_kept(notebook: Notebook, body: str) -> None:
     notebook.ok("%%colossal\nkept = 41 + rank")
     sent = notebook.client.execute(f"%%colossal\nprint('in', flush=True)\n{body}")
@@ -173,7 +176,8 @@ def test_a_wait_without_end_is_told_and_ended(notebook: Notebook) -> None:
 
 
 def test_nbclient_stops_at_the_failing_cell() -> None:
-    cells = ["%load_ext colossal_nb", "%%colossal tp=2\nprint('ran')", "%%colossal\nif rank: raise ValueError('no')", "late = 1"]
+    cells = ["%load_ext colossal_nb", "%%colossal tp=2\nprint('ran')", "%%colossal\nif rank: raise ValueError('no')",
+             "late = 1"]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     with pytest.raises(CellExecutionError) as caught:
         NotebookClient(book, timeout=120, kernel_name="python3").execute()

@@ -32,8 +32,9 @@ def test_the_same_error_of_all_ranks_is_shown_once() -> None:
 def test_the_first_cause_comes_first() -> None:
     run = failed(error(0, "KeyError", "k", 9, time_s=2.0), error(2, time_s=1.0),
                  error(3, "Released", "", 5, time_s=0.5, consequence=True), error(1, line=8, time_s=1.5))
-    assert report(run) == ["\x1b[0;31mrank 2 raised this first\x1b[0m:", CELL, "ValueError: no", "rank 0: KeyError: k (line 9)",
-                           "rank 1: the same (line 8)", "rank 3: stopped because of that (line 5)"]
+    assert report(run) == [
+        "\x1b[0;31mrank 2 raised this first\x1b[0m:", CELL, "ValueError: no", "rank 0: KeyError: k (line 9)",
+        "rank 1: the same (line 8)", "rank 3: stopped because of that (line 5)"]
 
 
 def test_what_is_raised_has_the_users_name_ranks_and_line() -> None:

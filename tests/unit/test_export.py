@@ -16,8 +16,8 @@ def body(*sources: str) -> str:
 
 def test_the_strategy_comes_first_then_the_cells() -> None:
     text = body("import torch\nx = 1", "print(x)")
-    parts = ["torchrun --nproc-per-node 2 train.py", "import colossal_nb as cnb", 'cnb.init("tp=2")', "# cell 3\nimport torch",
-             "x = 1", "# cell 4\nprint(x)"]
+    parts = ["torchrun --nproc-per-node 2 train.py", "import colossal_nb as cnb", 'cnb.init("tp=2")',
+             "# cell 3\nimport torch", "x = 1", "# cell 4\nprint(x)"]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
 

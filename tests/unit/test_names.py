@@ -21,12 +21,12 @@ from colossal_nb.notebook.names import binds, missing, reads
     ("{a: b for a, b in pairs.items()}\nprint(a)", ["pairs", "a"]),
     ("for i, (a, b) in enumerate(data):\n    print(i, a, b, c)", ["data", "c"]),
     ("with open(path) as file:\n    file.read()", ["path"]),
-    ("class Net(Base):\n    size = n\n    def forward(self, x):\n        return self.f(x) + scale", ["Base", "n", "scale"]),
+    ("class Net(Base):\n    size = n\n    def forward(self, x):\n        return self.f(x) + k", ["Base", "n", "k"]),
     ("try:\n    x = value\nexcept ValueError as error:\n    print(error)", ["value"]),
     ("try:\n    value\nexcept NameError:\n    value = 1\nprint(value)", []),
     ("if a:\n    b = 1\nprint(b)", ["a"]),
     ("while (line := read()):\n    print(line)", ["read"]),
-    ("match thing:\n    case {'x': x, **rest}:\n        print(x, rest)\n    case [1, *more]:\n        print(more)", ["thing"]),
+    ("match thing:\n    case {'x': x, **rest}: print(x, rest)\n    case [1, *more]: print(more)", ["thing"]),
     ("def outer():\n    n = 1\n    def inner():\n        return n + m\n    return inner", ["m"]),
     ("@decorate\ndef f(x: kind) -> kind: ...", ["decorate"]),
     ("count: int\nprint(count)", ["int", "count"]),
@@ -34,7 +34,8 @@ from colossal_nb.notebook.names import binds, missing, reads
     ("def broken(:", []),
 ])  # fmt: skip
 def test_reads(source: str, needed: list[str]) -> None:
-    assert [name for name in reads(source) if name not in {"print", "open", "enumerate", "ValueError", "NameError"}] == needed
+    known = {"print", "open", "enumerate", "ValueError", "NameError"}
+    assert [name for name in reads(source) if name not in known] == needed
 
 
 def test_binds() -> None:

@@ -23,8 +23,8 @@ def run_of(record: Record, strategy: Strategy | None = None, seconds: float = 3.
 
 
 def steps(*others: Slice, t1: float = 10.0) -> Record:
-    marks = [mark for rank in (0, 1) for mark in (Mark(rank, 0.0, 0, "begin"), Mark(rank, t1, 0, "log", "loss", 1.23456),
-                                                 Mark(rank, t1, 0, "end"))]
+    marks = [mark for rank in (0, 1) for mark in (
+        Mark(rank, 0.0, 0, "begin"), Mark(rank, t1, 0, "log", "loss", 1.23456), Mark(rank, t1, 0, "end"))]
     return Record.of(slices=list(others), marks=marks)
 
 
