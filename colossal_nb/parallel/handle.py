@@ -18,6 +18,7 @@ from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, On, Strategy
 
 if TYPE_CHECKING:
+    from colossal_nb.parallel.dropout import KeyedDropout
     from colossal_nb.parallel.pipeline import Pipeline
     from colossal_nb.parallel.tensor import Report
 
@@ -38,6 +39,7 @@ class Parallel:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     pipeline: Pipeline | None = None
     tensor: Report | None = None
+    dropout: KeyedDropout | None = None
     pending: bool = False
     inside: bool = False
     accumulating: bool = False

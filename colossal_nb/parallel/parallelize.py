@@ -11,6 +11,7 @@ from torch import nn
 from colossal_nb.parallel import clip, events, memory, optimizers, plain, report, state, tensor
 from colossal_nb.parallel.agree import differing
 from colossal_nb.parallel.batch import checksum, ranks_text
+from colossal_nb.parallel.dropout import KeyedDropout
 from colossal_nb.parallel.handle import Parallel, attach, find, require_cell, tell, text
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.world import World
@@ -62,6 +63,8 @@ def parallelize(
 
 def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None:
     model = parallel.model
+    if any(report.drops(module) for module in model.modules()):
+        parallel.dropout = KeyedDropout(model, _common_seed(parallel))
     if optimizer is not None:
         parallel.optimizers.append(optimizer)
     if parallel.mesh.axis_size("pp") * parallel.mesh.axis_size("tp") > 1:
@@ -92,6 +95,8 @@ def split(parallel: Parallel, example: Example) -> None:
     model, mesh, strategy = parallel.model, parallel.mesh, parallel.strategy
     before = {id(p): p.shape for p in model.parameters()}
     with plain.removed(parallel):
+        if parallel.dropout is not None:
+            parallel.dropout.record(model, *example)
         plan = tensor.plan(model, mesh, strategy, example)
         if mesh.axis_size("pp") > 1:
             from colossal_nb.parallel import pipeline
@@ -99,6 +104,9 @@ def split(parallel: Parallel, example: Example) -> None:
             parallel.pipeline = pipeline.apply(model, mesh, strategy, example, **parallel.options)
         if mesh.axis_size("tp") > 1:
             parallel.tensor = tensor.apply(model, plan)
+    if parallel.dropout is not None:
+        parallel.dropout.features = tuple((pair.region, pair.row_parts) for pair in plan.pairs)
+        parallel.dropout.index = parallel.place["tp"]
     _forget_graphs(parallel)
     deferred, parallel.pending = parallel.pending, False
     parallel.changed()
@@ -173,6 +181,13 @@ def _again(model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Str
     else:
         tell(f"this model is parallel already ({text(parallel.strategy) or 'one rank'}): parallelize changed nothing")
     return model if optimizer is None else (model, optimizer)
+
+
+def _common_seed(parallel: Parallel) -> int:
+    """Rank 0's seed, on all ranks."""
+    seed = torch.tensor([torch.initial_seed() % 2**62])
+    parallel.group().run("broadcast", [seed], root=0, of="seed")
+    return int(seed)
 
 
 def _compare_weights(parallel: Parallel) -> None:

@@ -45,8 +45,9 @@ def caveats(parallel: Parallel) -> list[str]:
         return []
     modules = list(parallel.model.modules())
     found = []
-    if any(_drops(module) for module in modules):
-        found.append("dropout draws other masks under another strategy, so losses agree only without it (or in eval)")
+    others = sorted({type(module).__name__ for module in modules if isinstance(module, _UNKEYED) and drops(module)})
+    if others:
+        found.append(f"dropout inside {', '.join(others)} draws other masks under another strategy")
     if parallel.replicas * parallel.microbatches > 1 and any(isinstance(module, _BatchNorm) for module in modules):
         found.append(
             "batch norm sees one part of the batch at a time: the reference is one rank with the same microbatches"
@@ -54,7 +55,10 @@ def caveats(parallel: Parallel) -> list[str]:
     return found
 
 
-def _drops(module: nn.Module) -> bool:
+_UNKEYED = (nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def drops(module: nn.Module) -> bool:
     """Whether a module says that it drops something: a Dropout, or an attribute named so, with a probability."""
     if isinstance(module, _DropoutNd):
         return module.p > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -115,7 +116,7 @@ def show_layouts() -> None:
         nn.Parameter.__repr__ = _text  # type: ignore[assignment]
 
 
-_PLAIN_TEXT = nn.Parameter.__repr__
+_PLAIN_TEXT: Callable[[Tensor], str] = nn.Parameter.__repr__
 
 
 def _text(p: nn.Parameter) -> str:

@@ -86,7 +86,8 @@ def _at_once(parallel: Parallel, mine: list[Piece]) -> bool:
 def _run(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: bool) -> Done:
     """Forward and backward of this rank's pieces; gradients are those of the sums."""
     done = Done(mine, keep)
-    with parallel.running(), torch.enable_grad(), memory.activations():
+    keyed = parallel.dropout if parallel.dropout is not None and parallel.model.training else None
+    with parallel.running(), torch.enable_grad(), memory.activations(), keyed.running() if keyed else nullcontext():
         if parallel.pipeline is None:
             for number, piece in enumerate(mine):
                 _piece(parallel, loss_fn, piece, number, done)
@@ -99,6 +100,8 @@ def _run(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: bo
 def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int, done: Done) -> None:
     recorder = World.current().recorder
     token = recorder.begin("F", stage=0, microbatch=number)
+    if parallel.dropout is not None and parallel.model.training:
+        parallel.dropout.begin(parallel.calls, piece.start, piece.stop)
     try:
         args, kwargs = arguments(piece.inputs)
         with CountingMeans() if loss_fn is None else nullcontext() as means:
@@ -144,7 +147,13 @@ def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], don
             done.add(result, output, mine[number])
             return result.value * result.weight, None
 
-        parallel.pipeline.run_step([arguments(piece.inputs) for piece in mine], loss_of)
+        def begin(number: int, site: int) -> None:
+            if site == 0 and parallel.dropout is not None:
+                parallel.dropout.begin(parallel.calls, mine[number].start, mine[number].stop)
+
+        keyed = parallel.dropout is not None and parallel.model.training
+        given = [arguments(piece.inputs) for piece in mine]
+        parallel.pipeline.run_step(given, loss_of, begin if keyed else None)
 
 
 @contextmanager
