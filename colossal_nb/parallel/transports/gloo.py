@@ -16,6 +16,7 @@ from colossal_nb.parallel.transports import sockets
 # A wait for a rank that still computes is never an error: a hang is explained by the record and ended by an abort.
 _NEVER = datetime.timedelta(days=300)
 _THREADS = 2
+_PATIENCE_S = 0.25
 _LOOK = datetime.timedelta(milliseconds=100)
 
 
@@ -126,10 +127,12 @@ class Gloo:
         self._inner: Any = dist.ProcessGroupGloo(store, index, size, options)
 
     def __del__(self) -> None:
-        """Taken apart in a thread of its own, so that nobody waits for a collective that has lost its end."""
+        """Taken apart in a thread of its own: nobody waits long for a collective that has lost its end."""
         box = [self.__dict__.pop("_inner", None)]
         with contextlib.suppress(RuntimeError):  # at the end of the process there are no more threads
-            threading.Thread(target=_take_apart, args=(box,), daemon=True).start()
+            helper = threading.Thread(target=_take_apart, args=(box,), daemon=True)
+            helper.start()
+            helper.join(_PATIENCE_S)
 
     def _collective(self, work: Any) -> Collective:
         return Collective(work, self._check)
