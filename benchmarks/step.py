@@ -6,15 +6,16 @@ batch, gloo, blocks of steps that alternate in one run.
 """
 
 import argparse
+import statistics
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from harness import Figures, Row, finish, on_two_ranks
+from harness import Figures, Row, finish, interval, on_two_ranks
 
 SIZES = {"vocab_size": 256, "layers": 4, "hidden": 256, "heads": 4}
-BATCH, LENGTH, BLOCK, SETTLE = 8, 128, 5, 2
+BATCH, LENGTH, BLOCK, SETTLE = 8, 128, 4, 1
 Step = Callable[[Any, Any], float]
 
 
@@ -147,10 +148,17 @@ def measure(rank: int, folder: str, names: list[str], blocks: int) -> dict[str, 
     return seconds
 
 
+def blocks_of(seconds: list[float]) -> list[float]:
+    """The median of every block."""
+    return [statistics.median(seconds[at : at + BLOCK]) for at in range(0, len(seconds), BLOCK)]
+
+
 def compared(what: str, mine: list[float], theirs: list[float], note: str) -> Row:
-    """One row: medians and their ratio."""
-    o, p = Figures.of(mine), Figures.of(theirs)
-    return Row(what, o.text("ms"), p.text("ms"), o.median / p.median, 1.05, note)
+    """One row: medians, and the median ratio of neighbouring blocks, which other load on the machine moves together."""
+    ratios = [ours_s / peer_s for ours_s, peer_s in zip(blocks_of(mine), blocks_of(theirs), strict=True)]
+    low, high = interval(ratios)
+    note = f"{note}; 95% interval {low:.3f} to {high:.3f}"
+    return Row(what, Figures.of(mine).text("ms"), Figures.of(theirs).text("ms"), statistics.median(ratios), 1.05, note)
 
 
 def main() -> None:
