@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from colossal_nb.notebook.digits import differing_numbers, skeleton
+from colossal_nb.notebook.digits import blanked, differing_numbers, skeleton
 from colossal_nb.notebook.merge import Group, Row
 
 
@@ -38,7 +38,12 @@ class Folder:
             group = row.groups[0]
             stream = group.item.kind if group.item.kind in ("stdout", "stderr") else ""
             return [(stream or "stdout", f"[{rank_list(group.ranks)}] {_late(row, 'line' if stream else 'output')}")]
-        return [pair for alike in self._alike(row.groups) for pair in self._write(alike)]
+        if len(row.groups) > 1 and not self._show_all:
+            blanks = {(group.item.kind, blanked(group.item.text)) for group in row.groups}
+            if len(blanks) == 1:  # quick, and the usual case
+                return [self._write(row.groups, blanks.pop()[1])]
+            return [self._write(alike) for alike in self._alike(row.groups)]
+        return [self._write([group]) for group in row.groups]
 
     def mark(self, ranks: Sequence[int]) -> str:
         """Before something that only these ranks showed; nothing if all did."""
@@ -61,24 +66,23 @@ class Folder:
         return f"(same on ranks {rank_list(self._ranks)})"
 
     def _alike(self, groups: Sequence[Group]) -> list[list[Group]]:
-        if self._show_all or len(groups) == 1:
-            return [[group] for group in groups]
         alike: dict[tuple[str, str], list[Group]] = {}
         for group in groups:
             alike.setdefault((group.item.kind, skeleton(group.item.text)), []).append(group)
         return list(alike.values())
 
-    def _write(self, alike: list[Group]) -> list[tuple[str, str]]:
+    def _write(self, alike: Sequence[Group], blank: str = "") -> tuple[str, str]:
+        """Groups whose lines differ only in digits as one line of (stream, text)."""
         first = alike[0]
         text = f"{self.mark(first.ranks)}{first.item.text}"
         if len(alike) > 1:
             others = sum(len(group.ranks) for group in alike[1:])
-            count = differing_numbers([group.item.text for group in alike])
+            count = differing_numbers([group.item.text for group in alike], blank)
             how = "; --show all shows them" if self._say_how else ""
             self._say_how = False
             where = f"differ in {count} number{'s' * (count != 1)}" if count else "differ in spaces"
             text += f"  ({others} alike, {where}{how})"
-        return [(first.item.kind, text)]
+        return first.item.kind, text
 
 
 def _late(row: Row, what: str) -> str:

@@ -29,8 +29,10 @@ class Splitter:
 
     def feed(self, text: str, now: float) -> list[str]:
         """Lines that are complete now, without their newlines."""
-        text = text.replace("\r\n", "\n")
-        if self._screen is None and not CONTROL.search(text):
+        moves = "\r" in text or "\x1b[" in text
+        if moves:
+            text = text.replace("\r\n", "\n")
+        if self._screen is None and not (moves and CONTROL.search(text)):
             return self._plain(text, now)
         return [line for piece in _PIECE.findall(text) for line in self._piece(piece, now)]
 

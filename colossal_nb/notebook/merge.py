@@ -52,35 +52,44 @@ class Row(NamedTuple):
 
 Key = tuple[str, str]
 """Kind and text of an item; a rank owes two of them, the item's and the one without digits."""
+Entry = tuple[Key, Output | None, float]
+"""Its key, its output and when it arrived."""
 
 
-def alike_key(item: Item) -> Key:
+def alike_key(key: Key) -> Key:
     """Equal for lines that differ only in digits; rich output is alike only if it is the same."""
-    return (f"~{item.kind}", skeleton(item.text)) if item.kind in ("stdout", "stderr") else item[:2]
+    kind, text = key
+    return (f"~{kind}", skeleton(text)) if kind in ("stdout", "stderr") else key
 
 
 class _Rank:
     """One rank's queue, what it owes (shown by others, not yet by it), and how many debts it paid late."""
 
     def __init__(self) -> None:
-        self.queue: deque[tuple[Key, Item, float]] = deque()
+        self.queue: deque[Entry] = deque()
         self.waiting: dict[Key, int] = {}
         self.owed: deque[tuple[Key, Key]] = deque()
         self.owes: Counter[Key] = Counter()
-        self.late: list[Item] = []
+        self.late: list[Key] = []
         self.alike = 0
 
-    def push(self, item: Item, now: float) -> None:
-        key = item[:2]
-        self.queue.append((key, item, now))
+    def push(self, key: Key, output: Output | None, now: float) -> None:
+        self.queue.append((key, output, now))
         self.waiting[key] = self.waiting.get(key, 0) + 1
 
-    def pop(self) -> Item:
-        key, item, _ = self.queue.popleft()
-        left = self.waiting.pop(key) - 1
-        if left:
-            self.waiting[key] = left
-        return item
+    def push_lines(self, kind: str, lines: Sequence[str], now: float) -> None:
+        keys = [(kind, line) for line in lines]
+        self.queue.extend([(key, None, now) for key in keys])
+        waiting = self.waiting
+        for key in keys:
+            waiting[key] = waiting.get(key, 0) + 1
+
+    def pop(self) -> Entry:
+        entry = self.queue.popleft()
+        count = self.waiting.pop(entry[0])
+        if count > 1:
+            self.waiting[entry[0]] = count - 1
+        return entry
 
     def owe(self, debt: tuple[Key, Key]) -> None:
         self.owed.append(debt)
@@ -91,15 +100,15 @@ class _Rank:
     def pay(self, fold: bool) -> None:
         """Take heads off the queue that others have shown already: the same, or (`fold`) but for digits the same."""
         while self.owed and self.queue:
-            wanted, item, _ = self.queue[0]
+            wanted = self.queue[0][0]
             if self.owes[wanted] <= 0:
-                wanted = alike_key(item)
+                wanted = alike_key(wanted)
                 if not fold or self.owes[wanted] <= 0:
                     return
                 self.alike += 1
             while wanted not in self._forgive():
                 pass
-            self.late.append(self.pop())
+            self.late.append(self.pop()[0])
 
     def _forgive(self) -> tuple[Key, Key]:
         debt = self.owed.popleft()
@@ -120,7 +129,17 @@ class Merger:
         if rank not in self._of:  # a rank that joined while the cell runs
             self._of[rank] = _Rank()
             self.ranks = tuple(sorted(self._of))
-        self._of[rank].push(item, now)
+        self._of[rank].push(item[:2], item.output, now)
+
+    def add_lines(self, rank: int, kind: str, lines: Sequence[str], now: float) -> None:
+        """The same for many lines of a stream."""
+        if lines:
+            self.add(rank, Item(kind, lines[0]), now)
+            self._of[rank].push_lines(kind, lines[1:], now)
+
+    def pending(self, rank: int) -> int:
+        """How many items of a rank wait to be shown."""
+        return len(self._of[rank].queue) if rank in self._of else 0
 
     @property
     def empty(self) -> bool:
@@ -149,38 +168,44 @@ class Merger:
         """Everything that is left."""
         return self.take(float("inf")) + self._late(self.ranks)
 
-    def drain(self) -> list[tuple[int, Item]]:
+    def drain(self) -> dict[int, list[Item]]:
         """Take all queues away, unmerged and without debts."""
-        left = [(rank, item) for rank in self.ranks for _, item, _ in self._of[rank].queue]
+        left = {rank: [Item(*key, output) for key, output, _ in self._of[rank].queue] for rank in self.ranks}
         self._of = {rank: _Rank() for rank in self.ranks}
         return left
 
-    def _step(self, heads: dict[int, tuple[Key, Item, float]], due: float, rows: list[Row]) -> None:
+    def _step(self, heads: dict[int, Entry], due: float, rows: list[Row]) -> None:
         groups: dict[Key, list[int]] = {}
         for rank, (key, _, _) in heads.items():
             groups.setdefault(key, []).append(rank)
         shown = groups if len(groups) == 1 else self._ahead(groups, heads, due)
-        if any(self._of[rank].late for ranks in shown.values() for rank in ranks):
-            rows += self._late([rank for ranks in shown.values() for rank in ranks])
+        for ranks in shown.values():
+            for rank in ranks:
+                if self._of[rank].late:
+                    rows += self._late([rank for ranks in shown.values() for rank in ranks])
         rows.append(Row(tuple([self._pop(ranks) for ranks in shown.values()])))
         if len(heads) < len(self.ranks):
-            debts = [(key, alike_key(heads[ranks[0]][1]) if self._fold else key) for key, ranks in shown.items()]
+            debts = [(key, alike_key(key) if self._fold else key) for key in shown]
             for rank in self.ranks:
                 if rank not in heads:
                     for debt in debts:
                         self._of[rank].owe(debt)
 
-    def _ahead(self, groups: dict[Key, list[int]], heads: dict[int, tuple[Key, Item, float]],
-               due: float) -> dict[Key, list[int]]:
+    def _ahead(self, groups: dict[Key, list[int]], heads: dict[int, Entry], due: float) -> dict[Key, list[int]]:
         """The groups to show: old enough, and not still to come on another rank."""
-        old = {key: ranks for key, ranks in groups.items() if any(heads[rank][2] <= due for rank in ranks)}
-        ahead = {key: ranks for key, ranks in old.items()
-                 if not any(key in self._of[rank].waiting for rank in self.ranks if rank not in ranks)}
+        old = groups
+        if len(heads) < len(self.ranks):
+            old = {key: ranks for key, ranks in groups.items() if any(heads[rank][2] <= due for rank in ranks)}
+        ahead = {key: ranks for key, ranks in old.items() if not self._comes_later(key, ranks)}
         return ahead or old
 
+    def _comes_later(self, key: Key, ranks: list[int]) -> bool:
+        return any(key in each.waiting and rank not in ranks for rank, each in self._of.items())
+
     def _pop(self, ranks: list[int]) -> Group:
-        items = [self._of[rank].pop() for rank in ranks]
-        return Group(tuple(ranks), items[0], tuple([item.output for item in items]))
+        entries = [self._of[rank].pop() for rank in ranks]
+        kind, text = entries[0][0]
+        return Group(tuple(ranks), Item(kind, text, entries[0][1]), tuple([output for _, output, _ in entries]))
 
     def _late(self, ranks: Sequence[int]) -> list[Row]:
         """Rows that say how much these ranks showed after the others, ranks with equal counts together."""
@@ -189,7 +214,7 @@ class Merger:
             mine = self._of[rank]
             if mine.late:
                 counts.setdefault((len(mine.late), mine.alike), []).append(rank)
-        rows = [Row((Group(tuple(sorted(which)), self._of[which[0]].late[0]),), late, alike)
+        rows = [Row((Group(tuple(sorted(which)), Item(*self._of[which[0]].late[0])),), late, alike)
                 for (late, alike), which in counts.items()]
         for which in counts.values():
             for rank in which:

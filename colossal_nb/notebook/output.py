@@ -32,7 +32,7 @@ class CellOutput:
         self._text = Text(page, limited=not show_all)
         self._fold = not show_all
         self._merger = Merger(shown, fold=self._fold)
-        self._rest: Rest | None = None  # takes the lines once the page has had enough
+        self._rest = Rest(page, shown)  # takes the lines when the page has had enough
         self._folder = Folder(ranks, bare and only is None, show_all)
         self._bars = Bars(ranks if only is None else shown, self._show_bars, new_id)
         self._splitters: dict[tuple[int, str], Splitter] = {}
@@ -48,16 +48,19 @@ class CellOutput:
                 return  # IPython prints these and raises them as well; the error is shown
             splitter = self._splitter(output.rank, output.name)
             text = _CELL_FILE.sub(r"cell, line \1", output.text) if "ipykernel_" in output.text else output.text
-            lines = splitter.feed(text, now)
-            if self._rest is not None:
-                self._rest.add(output.rank, output.name, lines)
-                return
-            for line in lines:
-                self._merger.add(output.rank, Item(output.name, line), now)
+            self._add_lines(output.rank, output.name, splitter.feed(text, now), now)
         elif output.kind != "error":
             self._flush_partials(output.rank, now)
             kind = "update" if output.kind == "update_display" else output.kind
             self._merger.add(output.rank, Item(kind, _digest(output), output), now)
+
+    def _add_lines(self, rank: int, name: str, lines: Sequence[str], now: float) -> None:
+        """Lines to be merged, as many as the page may have room for; the others are only counted."""
+        if not self._rest.has(rank):
+            room = max(0, self._text.room - self._merger.pending(rank))
+            self._merger.add_lines(rank, name, lines[:room], now)
+            lines = lines[room:]
+        self._rest.add(rank, name, lines)
 
     def turn(self, now: float) -> None:
         """Show what is due."""
@@ -65,8 +68,7 @@ class CellOutput:
         self._show_partials(now)
         self._bars.draw(now)
         self._text.flush()
-        if self._rest is not None:
-            self._rest.turn(now)
+        self._rest.turn(now)
 
     def finish(self) -> None:
         """The cell has ended: show all that is left."""
@@ -76,20 +78,19 @@ class CellOutput:
         self._show_rows(self._merger.finish())
         self._close_line()
         self._text.flush()
-        self._show_rows(self._rest.finish(self._fold) if self._rest is not None else [])
+        self._show_rows(self._rest.finish(self._fold))
         self._text.flush()
         self._bars.draw(0.0, last=True)
 
     def _advance(self, now: float) -> None:
         """Show the rows that are due. When the page has had enough lines, the rest goes where it is only counted."""
         self._show_rows(self._merger.take(now, self._text.room or sys.maxsize))
-        if self._rest is None and not self._text.room:
-            self._rest = Rest(self._page, self._merger.ranks)
-            for rank, item in self._merger.drain():
-                if item.kind in ("stdout", "stderr"):
-                    self._rest.add(rank, item.kind, [item.text])
-                else:
-                    self._merger.add(rank, item, now)
+        if not self._text.room and not self._merger.empty:
+            for rank, items in self._merger.drain().items():
+                self._rest.add_before(rank, [item for item in items if item.kind in ("stdout", "stderr")])
+                for item in items:
+                    if item.kind not in ("stdout", "stderr"):
+                        self._merger.add(rank, item, now)
 
     def _splitter(self, rank: int, name: str) -> Splitter:
         if (rank, name) not in self._splitters:
@@ -98,11 +99,8 @@ class CellOutput:
 
     def _flush_partials(self, rank: int, now: float) -> None:
         for (of, name), splitter in self._splitters.items():
-            if of == rank and self._rest is not None:
-                self._rest.add(rank, name, splitter.flush())
-            elif of == rank:
-                for line in splitter.flush():
-                    self._merger.add(rank, Item(name, line), now)
+            if of == rank:
+                self._add_lines(rank, name, splitter.flush(), now)
 
     def _show_rows(self, rows: Sequence[Row]) -> None:
         """Show rows. In a bare cell the first stretch of equal lines is followed by the word that they are."""
@@ -181,7 +179,7 @@ class CellOutput:
     def _clear(self, wait: bool) -> None:
         self._text.flush()
         self._text.restart()
-        self._rest = None
+        self._rest = Rest(self._page, self._merger.ranks)
         self._page.clear(wait)
 
     def _write_line(self, stream: str, line: str) -> None:
@@ -200,7 +198,7 @@ class CellOutput:
 
     def _show_partials(self, now: float) -> None:
         """Lines that are not complete but old: what the ranks that wrote them have in common."""
-        if not self._merger.empty or self._rest is not None:
+        if not self._merger.empty or not self._text.room:
             return
         for stream in ("stdout", "stderr"):
             texts = {rank: splitter.partial for (rank, name), splitter in self._splitters.items()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from colossal_nb.notebook.merge import Item, Merger, Row
 from colossal_nb.notebook.page import Page, new_id
 
-HEAD_LINES = 4_000
+HEAD_LINES = 2_000
 HEAD_CHARACTERS = 400_000
 TAIL_LINES = 100
 LAST_LINES = 5
@@ -68,7 +68,22 @@ class Rest:
         self._window_id = ""
         self._window_at = float("-inf")
 
+    def has(self, rank: int) -> bool:
+        """Whether lines of this rank are here already: what it prints from now on comes after them."""
+        return rank in self._tails
+
+    def add_before(self, rank: int, items: Sequence[Item]) -> None:
+        """Items that the rank printed before all those that are here."""
+        if items:
+            tail = self._tails.setdefault(rank, deque(maxlen=TAIL_LINES))
+            room = TAIL_LINES - len(tail)
+            tail.extendleft(reversed(items[-room:] if room else []))
+            self._counts[rank] = self._counts.get(rank, 0) + len(items)
+
     def add(self, rank: int, name: str, lines: Sequence[str]) -> None:
+        """Lines that the rank prints now."""
+        if not lines:
+            return
         tail = self._tails.setdefault(rank, deque(maxlen=TAIL_LINES))
         tail.extend([Item(name, line[:LONGEST_LINE]) for line in lines[-TAIL_LINES:]])
         self._counts[rank] = self._counts.get(rank, 0) + len(lines)
