@@ -9,6 +9,8 @@ TORCH := torch==2.13.0
 export OMP_WAIT_POLICY ?= PASSIVE
 STAMP := $(VENV)/.installed
 DEMO := build/demo
+LESSON := 01-a-cluster-in-a-cell
+LAB_OPTIONS ?=
 
 .PHONY: demo test lab bench check setup clean
 .DEFAULT_GOAL := demo
@@ -24,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python tools/run_tutorial.py tutorials/01-a-cluster-in-a-cell.md --out $(DEMO)
+	$(BIN)/python tools/run_tutorial.py tutorials/$(LESSON).md --out $(DEMO)
 
 test: check
 	$(BIN)/python -m pytest tests
@@ -34,8 +36,13 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python tools/size_report.py
 
-lab: $(STAMP)
-	$(BIN)/jupyter lab --notebook-dir=tutorials
+lab: $(STAMP) build/lab/$(LESSON).ipynb
+	$(BIN)/jupyter lab $(LAB_OPTIONS) build/lab/$(LESSON).ipynb
+
+# A copy to play with: edits stay there until the lesson itself is newer.
+build/lab/%.ipynb: tutorials/%.md | $(STAMP)
+	@mkdir -p $(@D)
+	$(BIN)/jupytext --quiet --to notebook --output $@ $<
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
