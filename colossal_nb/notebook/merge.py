@@ -203,9 +203,9 @@ class Merger:
         return any(key in each.waiting and rank not in ranks for rank, each in self._of.items())
 
     def _pop(self, ranks: list[int]) -> Group:
-        entries = [self._of[rank].pop() for rank in ranks]
-        kind, text = entries[0][0]
-        return Group(tuple(ranks), Item(kind, text, entries[0][1]), tuple([output for _, output, _ in entries]))
+        (kind, text), output, _ = self._of[ranks[0]].pop()
+        outputs = (output,) if len(ranks) == 1 else (output, *[self._of[rank].pop()[1] for rank in ranks[1:]])
+        return Group(tuple(ranks), Item(kind, text, output), outputs)
 
     def _late(self, ranks: Sequence[int]) -> list[Row]:
         """Rows that say how much these ranks showed after the others, ranks with equal counts together."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from colossal_nb.notebook.merge import Item, Merger, Row
 from colossal_nb.notebook.page import Page, new_id
 
-HEAD_LINES = 2_000
+HEAD_LINES = 1_000
 HEAD_CHARACTERS = 400_000
 TAIL_LINES = 100
 LAST_LINES = 5
