@@ -32,7 +32,7 @@ class Work:
     """An operation under way; `wait` ends it. The tensors hold the result only afterwards."""
 
     def __init__(self, group: "Group", handles: Sequence[Any], finish: Callable[[], None] | None, token: Any) -> None:
-        self._group, self.handles, self._finish, self._token = group, handles, finish, token
+        self.group, self.handles, self._finish, self._token = group, handles, finish, token
         self._done = False
         self._lock = threading.Lock()
 
@@ -45,7 +45,7 @@ class Work:
                 handle.wait()
             self.complete()
         except BaseException as error:
-            raise self._group.translated(error) from (None if isinstance(error, Released) else error)
+            raise self.group.translated(error) from (None if isinstance(error, Released) else error)
         finally:
             self.close()  # also where a KeyboardInterrupt lands in the handler above
 
@@ -60,14 +60,14 @@ class Work:
                         self._finish()
             finally:
                 self._done = True
-                self._group.epoch.world.recorder.end(self._token)
+                self.group.epoch.world.recorder.end(self._token)
 
     def close(self) -> None:
         """Write the slice of what failed."""
         with self._lock:
             done, self._done = self._done, True
             if not done:
-                self._group.epoch.world.recorder.end(self._token)
+                self.group.epoch.world.recorder.end(self._token)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -77,8 +77,8 @@ class Work:
 class _Finished(Work):
     """What a group of one rank returns: there was nothing to do."""
 
-    def __init__(self) -> None:
-        self._done, self.handles = True, ()
+    def __init__(self, group: "Group") -> None:
+        self.group, self._done, self.handles = group, True, ()
 
 
 class _Later:
@@ -157,7 +157,7 @@ class Group:
         with torch.no_grad():
             call: calls.Call = getattr(calls, op)(tensors, self.size, **options)
         if self.size == 1:
-            return _alone(op, tensors)
+            return _alone(self, op, tensors)
         self._allowed()
         token = self._begin(op, self._label, self.seq, call.payload_bytes, of)
         self.seq += 1
@@ -235,8 +235,8 @@ class Group:
         step = messages.send if op == "send" else messages.recv
 
         def transfer() -> Any:
-            with torch.no_grad():
-                return step(self.wire(), x.detach(), peer, tag, self.ranks, self.index)  # type: ignore[arg-type]
+            # Not under no_grad: a KeyboardInterrupt that waits for the end of a blocked call would land in its exit.
+            return step(self.wire(), x.detach(), peer, tag, self.ranks, self.index)  # type: ignore[arg-type]
 
         return self._started(lambda: [self._deliver((op, peer), transfer, wait)], None, token, wait)
 
@@ -267,9 +267,9 @@ class Group:
         self._wire = None
 
 
-def _alone(op: str, tensors: Sequence[Tensor]) -> Work:
+def _alone(group: Group, op: str, tensors: Sequence[Tensor]) -> Work:
     with torch.no_grad():
         if op in ("all_gather", "all_to_all", "reduce_scatter", "gather", "scatter"):
             out, x = tensors
             out.copy_(x.reshape(out.shape))
-    return _Finished()
+    return _Finished(group)

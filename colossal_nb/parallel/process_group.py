@@ -27,7 +27,10 @@ class UserWork(dist.Work):
         super().__init__()
         self._works, self._tensors = works, tensors
         self._future: Any = None
-        self._lock = threading.Lock()
+        self._begun: Any = None
+        self._settled = False
+        self._error: BaseException | None = None
+        self._lock = threading.RLock()  # a future that is done calls back at once
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         for work in self._works:
@@ -56,22 +59,46 @@ class UserWork(dist.Work):
     source_rank = _source_rank
 
     def get_future(self) -> Any:
+        """Ends with the operation, or with an abort: gloo may lose the end of what was cut."""
         with self._lock:
             if self._future is None:
+                self._begun = torch.futures.Future()
+                self._future = self._begun.then(self._arrived)
+                for work in self._works:
+                    work.group.epoch.waiting.add(self)
                 handles = [handle.get_future() for work in self._works for handle in work.handles]
-                self._future = torch.futures.collect_all(handles).then(self._arrived)
+                torch.futures.collect_all(handles).add_done_callback(self._settle)
+        if any(work.group.epoch.aborted for work in self._works):
+            self.release()
         return self._future
 
-    def _arrived(self, done: Any) -> Any:
+    def release(self) -> None:
+        """The groups were closed: whoever waits for the future gets Released."""
+        self._settle(None)
+
+    def _settle(self, done: Any) -> None:
+        with self._lock:
+            if self._settled:
+                return
+            self._settled = True
         try:
-            for one in done.value():
-                one.value()
-        except BaseException:
-            for work in self._works:
-                work.close()
-            raise
+            if done is None:
+                self._works[0].group.epoch.check()
+            else:
+                for one in done.value():
+                    one.value()
+        except BaseException as error:
+            self._error = error
+        self._begun.set_result(None)
+
+    def _arrived(self, _: Any) -> Any:
         for work in self._works:
-            work.complete()
+            if self._error is None:
+                work.complete()
+            else:
+                work.close()
+        if self._error is not None:
+            raise self._error
         return self._tensors
 
 

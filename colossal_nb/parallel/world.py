@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from colossal_nb.parallel.group import Group, Released
@@ -21,6 +22,7 @@ class Epoch:
         self.world, self.number, self._store = world, number, store
         self.reason = ""
         self._ended = threading.Event()
+        self.waiting: weakref.WeakSet[Any] = weakref.WeakSet()  # have a `release` to be called by an abort
         self._groups: dict[tuple[str, tuple[int, ...]], Group] = {}
         self._connecting = 0
         self._lock = threading.Lock()
@@ -78,6 +80,8 @@ class Epoch:
                     break
                 pause.wait(0.005)
                 endpoint.cut()
+        for each in list(self.waiting):
+            each.release()
 
     def close(self) -> None:
         for group in list(self._groups.values()):

@@ -1,6 +1,7 @@
 """A rank that is stuck in a collective comes free, keeps its variables, and works on in the next epoch."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -9,7 +10,7 @@ import pytest
 import torch
 from ranks_fixture import RankFailure
 
-from colossal_nb.parallel import collectives
+from colossal_nb.parallel import collectives, distributed
 from colossal_nb.parallel.group import Released
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.mesh import Mesh
@@ -61,6 +62,10 @@ def _cycles(count):
             collectives.all_reduce(kept, mesh, "dp")
         world.regroup(cycle, range(world.world_size))
         seen.append(_counts())
+    end = time.monotonic() + 10.0
+    while time.monotonic() < end and any(now > then for now, then in zip(_counts(), seen[1], strict=True)):
+        time.sleep(0.05)  # old groups are taken apart in the background
+    seen.append(_counts())
     assert collectives.all_reduce(kept, mesh, "dp").tolist() == [world.world_size * x for x in range(4)]
     return seen, max(freed_s)
 
@@ -198,6 +203,7 @@ def _signalled():
                 time.sleep(30)
             timer.join()
             assert world.recorder.open() == []
+            assert torch.is_grad_enabled()
             world.regroup(cycle, range(world.world_size))
     finally:
         signal.signal(signal.SIGINT, before)
@@ -207,3 +213,51 @@ def _signalled():
 
 def test_a_signal_and_an_abort_together_are_one_keyboard_interrupt(ranks):
     assert ranks(2).run(_signalled) == [[2.0, 2.0]] * 2
+
+
+def _cut_midway(cycles, seed):
+    """All ranks in one big transfer after another when the abort comes: gloo may lose the end of a send then."""
+    world, mesh = World.current(), Mesh({"dp": World.current().world_size})
+    mine, alike = random.Random(1000 * seed + world.rank), random.Random(seed)
+    big = torch.ones(1 << 20)
+    for cycle in range(1, cycles + 1):
+        world.whole().run("barrier", [])
+        timer = _abort_later(world, 0.02 + 0.03 * mine.random(), [])
+        calls = [collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter, collectives.broadcast]
+        with pytest.raises(Released):
+            while True:
+                alike.choice(calls)(big, mesh, "dp")
+        timer.join()
+        assert world.recorder.open() == []
+        world.regroup(cycle, range(world.world_size))
+        alike.seed(cycle)
+    return collectives.all_reduce(torch.ones(1), mesh, "dp").item()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_transfers_that_are_cut_midway_come_free(ranks, seed):
+    assert ranks(3).run(_cut_midway, 10, seed) == [3.0] * 3
+
+
+def _ddp_cut():
+    """DDP waits for futures in C++, not in our gate."""
+    world = World.current()
+    distributed.start()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1 << 11, 1 << 10))
+    x = torch.randn(2, 1 << 11)
+    for cycle in range(1, 6):
+        world.whole().run("barrier", [])
+        timer = _abort_later(world, 0.05 * (cycle - 1) / 4 + 0.02, [])
+        with pytest.raises(RuntimeError):
+            while True:
+                model(x).sum().backward()
+        timer.join()
+        world.regroup(cycle, range(world.world_size))
+        distributed.start()
+        assert world.recorder.open() == []
+        model = torch.nn.parallel.DistributedDataParallel(model.module)
+    return world.epoch
+
+
+def test_ddp_comes_free_when_its_buckets_are_cut(ranks):
+    assert ranks(2).run(_ddp_cut) == [5, 5]

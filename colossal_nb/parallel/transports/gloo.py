@@ -17,6 +17,7 @@ from colossal_nb.parallel.transports import sockets
 _NEVER = datetime.timedelta(days=300)
 _THREADS = 2
 _PATIENCE_S = 0.25
+_GLANCE_S = 0.02
 _LOOK = datetime.timedelta(milliseconds=100)
 
 
@@ -97,7 +98,7 @@ class Collective:
             try:
                 return self._work.wait(_LOOK)
             except RuntimeError:
-                if self._work.is_completed():          # by now: the error may be no more than our look's own limit
+                if self._work.is_completed():  # by now: the error may be no more than our look's own limit
                     return self._work.wait()
                 self._check()
 
@@ -113,6 +114,30 @@ def _take_apart(box: list[Any]) -> None:
     box.clear()
 
 
+def _connected(connect: Callable[[], Any], check: Callable[[], None]) -> Any:
+    """Connect in a thread of its own: a member that fails half-way leaves the others waiting, whom nothing can cut.
+
+    Raises what `check` raises; the thread is then left behind.
+    """
+    made: list[Any] = []
+
+    def run() -> None:
+        try:
+            made.append(connect())
+        except BaseException as error:
+            made.append(error)
+
+    helper = threading.Thread(target=run, daemon=True, name="connect")
+    helper.start()
+    while helper.is_alive():
+        helper.join(_GLANCE_S)
+        check()
+    (result,) = made
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
 class Gloo:
     """The connections of one group. `index` and `root` and `peer` count inside the group."""
 
@@ -124,7 +149,7 @@ class Gloo:
             endpoint.meet(store.get(f"at{other}").decode())
         options = compat.gloo_options(endpoint.device, _THREADS, _NEVER)
         self._check = store.check_alive
-        self._inner: Any = dist.ProcessGroupGloo(store, index, size, options)
+        self._inner: Any = _connected(lambda: dist.ProcessGroupGloo(store, index, size, options), self._check)
 
     def __del__(self) -> None:
         """Taken apart in a thread of its own: nobody waits long for a collective that has lost its end."""
