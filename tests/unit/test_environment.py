@@ -95,3 +95,9 @@ def test_the_build_backend_is_pinned_too():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     for requirement in map(Requirement, build):
         assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)])
+
+
+def test_make_runs_every_tier():
+    (tiers,) = re.findall(r"^TIERS := \$\(addprefix tests/,(.*)\)$", MAKEFILE, re.MULTILINE)
+    there = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(tiers.split()) == there - {"gpu"}
