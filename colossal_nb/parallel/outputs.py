@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,19 @@ import torch
 from torch import Tensor
 
 from colossal_nb.parallel import objects
-from colossal_nb.parallel.batch import move
+from colossal_nb.parallel.batch import cut, move
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.losses import FIX, CountingMeans, part
 from colossal_nb.parallel.structure import leaves, rebuild
 
+LossFn = Callable[[Any, Any], Any]
 Kept = list[tuple[int, int, Any]]  # start, stop, output of these samples
 
 # Two orders of summation of the same losses differ by rounding alone; parts put together wrongly, by far more.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 COARSE_TOLERANCE = 1e-2
+# What the comparison may keep of the outputs of all parts; with larger ones it looks at the first samples of each.
+PROOF_BYTES = 64 * 2**20
 
 
 def on_last_stage(parallel: Parallel, kept: Kept) -> Any:
@@ -52,40 +56,66 @@ def _joined_leaf(column: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
     return torch.cat(column) if batched else column[0]
 
 
+def first_samples(output: Any, samples: int, parts: int) -> tuple[Any, int]:
+    """As many samples of one part's output, at least one, as all parts together may keep for the comparison."""
+    batched = [leaf for leaf in leaves(output) if leaf.dim() and leaf.shape[0] == samples]
+    size_bytes = sum(leaf.numel() * leaf.element_size() for leaf in batched)
+    count = max(1, min(samples, PROOF_BYTES * samples // (parts * size_bytes or 1)))
+    return cut(output, samples, 0, count), count
+
+
 def compare(
-    parallel: Parallel, loss_fn: Callable[[Any, Any], Any], kept: Kept, targets: Any, samples: int, loss: float
+    parallel: Parallel, loss_fn: LossFn, kept: Kept, targets: Any, samples: int, loss: float
 ) -> None:
-    """Evaluate `loss_fn` on the whole batch's outputs and compare with the loss put together from the parts.
+    """Evaluate `loss_fn` on the outputs of all kept samples at once and compare with what their parts give.
 
     Raises ValueError on all ranks alike. Runs once, on the last stage; random states are left as they were.
     """
-    plain, tolerance = loss, 0.0
+    verdict = torch.zeros(3, dtype=torch.float64)
     if parallel.is_last:
-        output = move(on_last_stage(parallel, kept), parallel.device)
-        plain, tolerance = _plain_loss(loss_fn, output, targets, samples)
-    # A nan on both sides is equal, and a loss that is random by itself cannot be compared.
-    wrong = abs(plain - loss) > tolerance * max(abs(plain), abs(loss))
-    if wrong and _plain_loss(loss_fn, output, targets, samples)[0] != plain:
-        wrong = False
-    verdict = torch.tensor([float(wrong), plain if wrong else 0.0], dtype=torch.float64)
+        pieces = [piece for each in objects.all_gather(kept, parallel.group("dp"), "outputs") for piece in each]
+        verdict[:] = torch.tensor(_differs(parallel, loss_fn, sorted(pieces, key=_start), targets, samples, loss))
     group = parallel.group()
     if group.size > 1:
         group.run("all_reduce", [verdict], of="loss check")
     parallel.compared = True
-    votes, total = verdict.tolist()
+    votes, plain, together = verdict.tolist()
     if votes:
         raise ValueError(
-            f"loss_fn gives {total / votes:.6g} on the whole batch of {samples} samples, but {loss:.6g} when it is put "
-            f"together from its parts: it averages over something that forward_backward cannot count: {FIX}"
+            f"loss_fn gives {plain / votes:.6g} on samples of the whole batch at once, but {together / votes:.6g} when "
+            f"it is put together from their parts: it averages over something that forward_backward cannot count: {FIX}"
         )
 
 
-def _plain_loss(
-    loss_fn: Callable[[Any, Any], Any], output: Any, targets: Any, samples: int
-) -> tuple[float, float]:
-    """The loss of the whole batch and the relative difference that rounding explains."""
-    with torch.random.fork_rng(), torch.no_grad(), CountingMeans() as means:
-        value = loss_fn(output, targets)
-    one = part(value, means.counts, samples)
-    count = one.count or float("nan")
-    return one.sum / count, TOLERANCE.get(one.dtype, COARSE_TOLERANCE)
+def _start(piece: tuple[int, int, Any]) -> int:
+    return piece[0]
+
+
+def _differs(
+    parallel: Parallel, loss_fn: LossFn, pieces: Kept, targets: Any, samples: int, loss: float
+) -> tuple[float, float, float]:
+    """(1, plain loss, loss from the parts) where these differ by more than rounding, else zeros."""
+    given = [(start, stop, cut(targets, samples, start, stop)) for start, stop, _ in pieces]
+    count = sum(stop - start for start, stop, _ in pieces)
+    whole = move(joined(pieces), parallel.device), joined(given), count
+    plain = _loss(loss_fn, [whole])
+    if count < samples:
+        moved = (move(output, parallel.device) for _, _, output in pieces)
+        split = [(output, target, stop - start) for output, (start, stop, target) in zip(moved, given, strict=True)]
+        loss = _loss(loss_fn, split)[0]
+    # A nan on both sides is equal, and a loss that is random by itself cannot be compared.
+    if abs(plain[0] - loss) > plain[1] * max(abs(plain[0]), abs(loss)) and _loss(loss_fn, [whole]) == plain:
+        return 1.0, plain[0], loss
+    return 0.0, 0.0, 0.0
+
+
+def _loss(loss_fn: LossFn, pieces: list[tuple[Any, Any, int]]) -> tuple[float, float]:
+    """The loss put together from pieces (output, targets, samples), and the relative difference that is rounding."""
+    parts = []
+    with torch.random.fork_rng(), torch.no_grad():
+        for output, targets, samples in pieces:
+            with CountingMeans() as means:
+                value = loss_fn(output, targets)
+            parts.append(part(value, means.counts, samples))
+    count = sum(one.count for one in parts) or math.nan
+    return math.fsum(one.sum for one in parts) / count, TOLERANCE.get(parts[0].dtype, COARSE_TOLERANCE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,26 +14,32 @@ from colossal_nb.parallel import agree, events, gradients, memory, outputs
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.handle import Parallel, require
 from colossal_nb.parallel.losses import CountingMeans, Part, own_loss, part
+from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.world import World
 
-LossFn = Callable[[Any, Any], Any]
-
 
 @dataclass
 class Done:
-    """What one rank made of its pieces: parts of the loss (on the last stage) and, where asked for, outputs."""
+    """What one rank made of its pieces: parts of the loss (on the last stage) and, where asked for, outputs.
+
+    `keep`: "" (nothing), "all", or "some": as many samples as the comparison of the `total` parts' losses may see.
+    """
 
     pieces: list[Piece]
-    keep: bool
+    keep: str
+    total: int
     parts: list[Part] = field(default_factory=list)
     kept: outputs.Kept = field(default_factory=list)
 
     def add(self, result: Part, output: Any, piece: Piece) -> None:
         self.parts.append(result.detached())
         if self.keep:
-            self.kept.append((piece.start, piece.stop, rebuild(gather(output), Tensor.detach)))
+            count = piece.samples
+            if self.keep == "some":
+                output, count = outputs.first_samples(output, count, self.total)
+            self.kept.append((piece.start, piece.start + count, rebuild(gather(output), Tensor.detach)))
 
 
 def forward_backward(
@@ -61,7 +67,8 @@ def forward_backward(
     mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
     compares = _compares(parallel, loss_fn, samples)
     with gradients.kept_apart(list(parallel.held().values())):
-        done = _run(parallel, loss_fn, mine, keep=compares or return_output)
+        done = Done(mine, "all" if return_output else "some" if compares else "", parallel.replicas * len(mine))
+        _run(parallel, loss_fn, done)
         totals = agree.totals(parallel, done.parts)
         if compares:
             assert loss_fn is not None
@@ -83,9 +90,9 @@ def _at_once(parallel: Parallel, mine: list[Piece]) -> bool:
     return parallel.replicas == 1 and parallel.pipeline is None and len(mine) == 1
 
 
-def _run(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: bool) -> Done:
+def _run(parallel: Parallel, loss_fn: LossFn | None, done: Done) -> None:
     """Forward and backward of this rank's pieces; gradients are those of the sums."""
-    done = Done(mine, keep)
+    mine = done.pieces
     keyed = parallel.dropout if parallel.dropout is not None and parallel.model.training else None
     with parallel.running(), torch.enable_grad(), memory.activations(), keyed.running() if keyed else nullcontext():
         if parallel.pipeline is None:
@@ -94,7 +101,6 @@ def _run(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: bo
         elif mine:
             _pipeline(parallel, loss_fn, mine, done)
     memory.sample()
-    return done
 
 
 def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int, done: Done) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import colossal_nb as cnb
 from colossal_nb.models import GPT, MLP
+from colossal_nb.parallel import outputs
 from colossal_nb.parallel.world import World
 from colossal_nb.record import RecordBuilder
 
@@ -170,9 +171,30 @@ def _bad_losses(strategy: str) -> list[str]:
 @pytest.mark.parametrize(("count", "strategy"), [(1, "microbatches=2"), (2, "dp=2"), (2, "pp=2")])
 def test_losses_that_cannot_be_put_together(ranks: Any, count: int, strategy: str) -> None:
     for summed, own_mean, mixed in ranks(count).run(_bad_losses, strategy):
-        assert "on the whole batch of 5 samples, but" in summed and "return (sum, count)" in summed
+        assert "on samples of the whole batch at once, but" in summed and "return (sum, count)" in summed
         assert "averages over something" in own_mean
         assert "means over different counts" in mixed and "return (sum, count)" in mixed
+
+
+def _some_samples() -> None:
+    outputs.PROOF_BYTES = 4 * 8 * 6 * 29  # two samples of each replica
+    inputs, targets = batch(6)
+    seen = []
+
+    def summed(logits: Tensor, targets: Tensor) -> Tensor:
+        seen.append(len(logits))
+        return loss_fn(logits, targets)
+
+    model = cnb.parallelize(gpt(), strategy="dp=2")
+    close(cnb.forward_backward(model, summed, inputs, targets).item(), sequential(gpt, inputs, targets)[0])
+    assert seen == [3, 4, 2, 2]
+    with pytest.raises(ValueError, match="at once"):
+        other = cnb.parallelize(gpt(), strategy="dp=2")
+        cnb.forward_backward(other, lambda logits, targets: loss_fn(logits, targets) * len(logits), inputs, targets)
+
+
+def test_the_comparison_keeps_a_bounded_number_of_samples(ranks: Any) -> None:
+    ranks(2).run(_some_samples)
 
 
 def _outputs(strategy: str) -> None:
@@ -325,21 +347,24 @@ def test_ranks_whose_data_differ_are_named(ranks: Any) -> None:
         assert text.startswith("the batch of rank 2 differs from the others'")
 
 
+def norm(model: nn.Module, kind: float) -> Tensor:
+    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], kind)
+
+
 def _norms(strategy: str) -> None:
     inputs, targets = batch(4)
     for tied in (False, True):
-        for kind in (2.0, 1.0, float("inf")):
-            reference = gpt(tied)
-            loss_fn(reference(inputs), targets).backward()
-            expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type=kind)
-            model = cnb.parallelize(gpt(tied), strategy=strategy)
-            cnb.forward_backward(model, loss_fn, inputs, targets)
-            found = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=kind)
-            close(found, expected)
-            same_gradients(model, [p.grad for p in reference.parameters()])
+        reference = gpt(tied)
+        loss_fn(reference(inputs), targets).backward()
+        model = cnb.parallelize(gpt(tied), strategy=strategy)
+        cnb.forward_backward(model, loss_fn, inputs, targets)
+        for kind in (1.0, float("inf"), 2.0):
+            close(norm(model, kind), norm(reference, kind))
+        clip = nn.utils.clip_grad_norm_
+        close(clip(model.parameters(), 0.01), clip(reference.parameters(), 0.01))
+        same_gradients(model, [p.grad for p in reference.parameters()])
     # Parameters that all lie on one stage; a model that is not parallel.
-    close(nn.utils.clip_grad_norm_(model.token.parameters(), 1.0), torch.nn.utils.get_total_norm(
-        [p.grad for p in reference.token.parameters()]))
+    close(norm(model.token, 2.0), norm(reference.token, 2.0))
     alone = nn.Linear(2, 2)
     alone(torch.ones(1, 2)).sum().backward()
     assert nn.utils.clip_grad_norm_(alone.parameters(), 9.0).item() == pytest.approx(6**0.5)
