@@ -62,14 +62,16 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--hidden", type=int, nargs="+", default=list(BARS), help="widths to measure")
     options = parser.parse_args()
     rows = []
-    for hidden, bar in BARS.items():
+    for hidden in options.hidden:
         pairs = on_two_ranks(measure, hidden, options.pairs)
         ratios = [on / off for on, off in pairs]
         low, high = interval(ratios)
         on, off = (Figures.of([pair[which] / BLOCK for pair in pairs]) for which in (0, 1))
         note = f"95% interval {low:.3f} to {high:.3f}"
+        bar = BARS.get(hidden, BARS[64])
         what = f"recording on / off, hidden {hidden}"
         rows.append(Row(what, on.text("ms"), off.text("ms"), statistics.median(ratios), bar, note))
     finish("recording", rows)
