@@ -13,14 +13,14 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.plan import On, Replicate, Shard
 
-_INNER = "_get_total_norm"
+_INNER, _PUBLIC = "_get_total_norm", "get_total_norm"
 
 
 def install(parallel: Parallel) -> None:
@@ -29,6 +29,7 @@ def install(parallel: Parallel) -> None:
     if not isinstance(norm, TotalNorm):
         norm = TotalNorm(norm)
         setattr(clip_grad, _INNER, norm)
+        setattr(nn.utils, _PUBLIC, norm)
     norm.models.append(weakref.ref(parallel))
 
 

@@ -9,6 +9,7 @@ import torch
 from colossal_nb.parallel import memory
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.world import World
+from colossal_nb.record.recorder import Recorder, Token
 
 
 def begin(parallel: Parallel) -> None:
@@ -37,14 +38,21 @@ def running_step() -> int:
 
 def watch(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
     """Let every step() of the optimizer write its slice and end the step."""
-    tokens: list[int] = []
+    opened: list[tuple[Recorder, Token]] = []
+
+    def close() -> None:
+        while opened:
+            recorder, token = opened.pop()
+            recorder.end(token)
 
     def before(*_: Any) -> None:
-        tokens.append(World.current().recorder.begin("optimizer"))
+        close()  # of a step that an error or an interrupt has ended
+        recorder = World.current().recorder
+        opened.append((recorder, recorder.begin("optimizer")))
 
     def after(*_: Any) -> None:
+        close()
         recorder = World.current().recorder
-        recorder.end(tokens.pop())
         recorder.mark(parallel.step, "end")
         memory.stepped(parallel, optimizer)
         parallel.step += 1
