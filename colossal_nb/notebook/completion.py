@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
 
+from colossal_nb.cluster.client import ClusterLost, RankFailed
 from colossal_nb.notebook import help as helps
 from colossal_nb.notebook.magics import Notebook
 from colossal_nb.notebook.options import CELL, VERBS
@@ -82,7 +84,8 @@ class Completion:
         here = [name for name in self._notebook.here() if not name.startswith("_")]
         there: list[str] = []
         if typed.split()[:1] == ["pull"]:
-            there = sorted({name for found in self._notebook.ranks_names().values() for name in found})
+            with suppress(RankFailed, ClusterLost, TimeoutError):  # typing goes on without them
+                there = sorted({name for found in self._notebook.ranks_names().values() for name in found})
         return words_for_verb(typed, here, there)
 
     def _on_ranks(self, context: CompletionContext, body: str) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Notebook:
                 runs = self.compare(source, line, arguments.compare)
                 self._remember(runs[-1], source, arguments.compare[len(runs) - 1])
                 self._bind(arguments.out, runs)
+                self.fail_first(runs)
                 return
             run = self.run(source, line, arguments)
         if run.status == "ok":
@@ -94,10 +95,13 @@ class Notebook:
                 break
         self.page.display(summary.table(summary.COLUMNS, summary.rows(runs)))
         say(self.page, f"the ranks keep the variables of the last run, {runs[-1].title or runs[-1].strategy}")
+        return runs
+
+    def fail_first(self, runs: list[Run]) -> None:
+        """Raise the error of the first run that has one."""
         for run in runs:
             if run.status != "ok":
                 fail_for(run, self.numbers)
-        return runs
 
     # %colossal
     def line(self, line: str) -> None:
@@ -193,6 +197,8 @@ def plainly() -> Iterator[None]:
         yield
     except (ValueError, NameError, RankFailed, ClusterLost, TimeoutError, OSError) as error:
         fail(type(error).__name__, str(error))
+    except KeyboardInterrupt:
+        fail("KeyboardInterrupt", "stopped before the cell ran on the ranks")
 
 
 def describe_ranks(ranks: list[int], world_size: int) -> str:

@@ -119,10 +119,9 @@ class _Rank:
 class Merger:
     """Pure: `add` what arrives, `take` what can be shown by now. Times are seconds of any one clock."""
 
-    def __init__(self, ranks: Sequence[int], hold_s: float = HOLD_S, fold: bool = True) -> None:
+    def __init__(self, ranks: Sequence[int], fold: bool = True) -> None:
         self.ranks = tuple(sorted(ranks))
         self._fold = fold
-        self._hold_s = hold_s
         self._of = {rank: _Rank() for rank in self.ranks}
 
     def add(self, rank: int, item: Item, now: float) -> None:
@@ -158,9 +157,9 @@ class Merger:
             due = now
             if len(heads) < len(self.ranks):
                 oldest = min(since for _, _, since in heads.values())
-                if now - oldest < self._hold_s:
+                if now - oldest < HOLD_S:
                     break
-                due = max(oldest, now - self._hold_s)
+                due = max(oldest, now - HOLD_S)
             self._step(heads, due, rows)
         return rows
 

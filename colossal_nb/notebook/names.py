@@ -13,9 +13,12 @@ _Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def reads(source: str) -> list[str]:
-    """Names that the code needs from outside, in the order in which it reads them; none if it does not parse."""
+    """Names that the code needs from outside, in the order in which it reads them.
+
+    None if it does not parse, or binds names that nobody can see (`import *`, `exec`, `globals()`, `%run`).
+    """
     scope = _read(source)
-    return list(scope.needed) if scope else []
+    return list(scope.needed) if scope and not scope.veiled else []
 
 
 def binds(source: str) -> list[str]:
@@ -52,6 +55,7 @@ class _Scope(ast.NodeVisitor):
         self.bound = set(bound)
         self.needed: dict[str, None] = {}
         self.later: dict[str, None] = {}  # read by functions, which run when everything is bound
+        self.veiled = False  # names may be bound that the code does not show
 
     def need(self, names: Iterable[str]) -> None:
         self.needed.update(dict.fromkeys(name for name in names))
@@ -87,6 +91,14 @@ class _Scope(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         self.bound.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        self.veiled |= any(alias.name == "*" for alias in node.names)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = node.func.id if isinstance(node.func, ast.Name) else ""
+        magic = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        first = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+        self.veiled |= called in ("exec", "globals") or (magic == "run_line_magic" and first in ("run", "pylab"))
+        self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         self.visit_Import(node)
@@ -158,6 +170,7 @@ class _Scope(ast.NodeVisitor):
                 self.visit(node)
 
     def _take(self, inside: _Scope) -> None:
+        self.veiled |= inside.veiled
         self.need(inside.needed)
         self.later.update(inside.later)
 
@@ -169,6 +182,7 @@ class _Scope(ast.NodeVisitor):
         inside = _Scope(each.arg for each in named)
         body = [node.body] if isinstance(node, ast.Lambda) else node.body
         inside._in_order(*body)
+        self.veiled |= inside.veiled
         outer = {name for each in body for found in ast.walk(each) if isinstance(found, ast.Global)
                  for name in found.names}
         read = [*inside.needed, *(name for name in inside.later if name not in inside.bound)]

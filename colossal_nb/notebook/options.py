@@ -158,7 +158,7 @@ VERBS = {
 VERBS_LATER = {
     "memory": "the memory view", "pipeline": "the pipeline view", "layout": "the layout view",
     "comm": "the communication view", "attach": "attaching to running engines", "plan": "planning without running",
-    "repair": "repair by hand", "verify": "the check against one device",
+    "look": "the stacks of all ranks", "repair": "repair by hand", "verify": "the check against one device",
 }
 OPTIONS_LATER = {
     "start": {"--memory": "a memory capacity for each engine", "--profile": "engines on other hosts",

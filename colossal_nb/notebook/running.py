@@ -1,15 +1,16 @@
 """One cell from the first message to the prompt: its output, what is told meanwhile, its summary, its error."""
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass, field
 
-from colossal_nb.notebook.digits import skeleton
 from colossal_nb.notebook.fold import named
 from colossal_nb.notebook.output import CellOutput
 from colossal_nb.notebook.page import Page, say
 from colossal_nb.run import Output, Pause, RankState, Run
 
+_RANK = re.compile(r"\(rank \d+ of \d+\)")
 TURN_S = 0.03
 TELL_S = 1.0
 LONGEST_VALUE = 200
@@ -31,7 +32,7 @@ class Told:
     def turn(self, seconds: float) -> None:
         """Say what is due `seconds` after the cell began."""
         for note in self.run.notes[self.notes:]:
-            self._once(skeleton(note), note)  # each rank has its own copy of what happened to all
+            self._once(_RANK.sub("", note), note)  # each rank has its own copy of what happened to all
         self.notes = len(self.run.notes)
         over = [rank for rank, state in self.states.items() if state.state in ("done", "error", "dead")]
         running = [rank for rank in self.run.ranks if rank not in over]

@@ -129,7 +129,7 @@ def compare(notebook: Notebook, arguments: VerbArguments) -> None:
     strategies = tuple(Strategy.parse(text) for text in texts)
     for strategy in strategies:
         strategy.check()
-    notebook.compare(last.source, "", strategies)
+    notebook.fail_first(notebook.compare(last.source, "", strategies))
 
 
 def export(notebook: Notebook, arguments: VerbArguments) -> None:

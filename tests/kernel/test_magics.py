@@ -145,6 +145,9 @@ def test_compare_runs_the_last_cell_under_each_strategy(notebook: Notebook) -> N
     assert reply.stream() == ""
     assert notebook.ok('%%colossal --compare "dp=2; pp=2" --out both\nx = 1').status == "ok"
     assert notebook.value("[run.title for run in both]") == "['dp=2', 'dp=2 (filled) pp=2']"
+    reply = notebook.run('%%colossal --compare "dp=2 ; dp=4" --out both\nif world_size == 4: raise ValueError("four")')
+    assert reply.ename == "ValueError" and "dp=4 (ValueError)" in reply.said
+    assert notebook.value("[run.status for run in both]") == "['ok', 'error']"
 
 
 def test_report(notebook: Notebook) -> None:

@@ -32,6 +32,10 @@ from colossal_nb.notebook.names import binds, missing, reads
     ("count: int\nprint(count)", ["int", "count"]),
     ("del model", ["model"]),
     ("def broken(:", []),
+    ("from a import *\nx", []),
+    ("exec(code)\nx", []),
+    ("def f():\n    globals()['x'] = 1\nf()\nx", []),
+    ("get_ipython().run_line_magic('run', 'a.py')\nx", []),
 ])  # fmt: skip
 def test_reads(source: str, needed: list[str]) -> None:
     known = {"print", "open", "enumerate", "ValueError", "NameError"}
