@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ class Supervisor:
     """One poll loop; nothing in it blocks."""
 
     def __init__(self) -> None:
-        os.umask(0o077)
+        self.umask = os.umask(0o077)                   # for what is ours; the ranks get the user's back
         self.directory = Path(tempfile.mkdtemp(prefix="colossal_nb-"))
         self.listener = Listener()
         self.rendezvous = Rendezvous(lambda identity, body, blobs: self.listener.send(identity, "store", body, blobs))
@@ -83,6 +85,10 @@ class Supervisor:
     def close(self) -> None:
         """End every process of the cluster and remove its folder."""
         self.controller.process.kill()
+        for entry in self.ranks.values():
+            if entry.pid:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(entry.pid, signal.SIGKILL)       # a rank leads a group with all that it started
         self.server.end()
         self.controller.kill()
         self.listener.close()
@@ -171,6 +177,7 @@ class Supervisor:
         if self._connection and self._asked:
             orders = [{"rank": rank, "life": self.ranks[rank].life} for rank in self._asked]
             self.server.ask("fork", ranks=orders, world_size=self.engines, epoch=self.epoch, seed=self.seed,
+                            umask=self.umask,
                             threads=threads_per_engine(self.engines), address=self.listener.address.to_json())
             self._asked = []
 

@@ -23,7 +23,7 @@ from colossal_nb.parallel.world import World
 
 
 def live(rank: int, life: int, parent: int, directory: str, order: dict[str, Any]) -> None:
-    """The whole life of a rank. `order`: world_size, epoch, threads, address, seed."""
+    """The whole life of a rank. `order`: world_size, epoch, threads, address, seed, umask."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)       # until the engine is ready nothing may be interrupted
     _redirect(rank, directory)
@@ -43,6 +43,7 @@ def live(rank: int, life: int, parent: int, directory: str, order: dict[str, Any
     timing.install(lambda key, value: _agree(store, cells, key, value))
 
     def ready(engine: str, shell: Any) -> None:
+        os.umask(int(order["umask"]))
         interrupts.install()
         side.phase("ready", engine=engine)
 

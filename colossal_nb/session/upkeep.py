@@ -106,7 +106,8 @@ class Upkeep:
             raise ValueError(f"there is no rank {rank}; there are {self.engines} engines, 0 to {self.engines - 1}")
         life = client.members[rank].life
         client.link.send("restart", ranks=[rank])
-        client.until(lambda: client.members[rank].life != life, _END_LIMIT_S, lambda: f"rank {rank} does not end")
+        client.until(lambda: client.members[rank].life != life or client.members[rank].phase == "dead", _END_LIMIT_S,
+                     lambda: f"rank {rank} does not end")
         return self.grow(self.engines)
 
     def note_end(self, loop: CellLoop) -> None:

@@ -129,7 +129,7 @@ def test_engine_ids_are_ranks_and_any_ipyparallel_client_may_look(shared: Sessio
         shared.run("number = rank").wait()
         assert client.ids == [0, 1, 2]
         assert [client[rank].pull("number", block=True) for rank in client.ids] == [0, 1, 2]
-        assert client[1].apply_sync(lambda: 5) == 5
+        assert client[1].apply_sync(os.getpid) == shared.status().members[1][1]
         client[:].execute("number += 10", block=True)
     assert [shared.pull("number", rank) for rank in range(3)] == [10, 11, 12]
 
@@ -195,26 +195,28 @@ def test_what_a_rank_started_ends_with_it(shared: Session) -> None:
 
 
 def test_the_environment_of_a_rank(shared: Session) -> None:
+    cores = max(1, len(os.sched_getaffinity(0)) // 3)
     run = shared.run("import os, torch\nprint(os.environ['RANK'], os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE'],"
-                     " torch.get_num_threads() == max(1, int(os.environ['CORES']) // 3), os.getsid(0) == os.getpid())")
-    run.wait()
-    cores = shared.run("os.environ['CORES'] = str(len(os.sched_getaffinity(0)))").wait()
-    assert cores.status == "ok"
-    run = shared.run("print(os.environ['RANK'], os.environ['LOCAL_RANK'], os.environ['WORLD_SIZE'],"
-                     " torch.get_num_threads() <= max(1, int(os.environ['CORES']) // 3), os.getsid(0) == os.getpid())")
-    assert sums(run.wait()) == [f"{rank} {rank} 3 True True" for rank in range(3)]
+                     f" 1 <= torch.get_num_threads() <= {cores}, os.getsid(0) == os.getpid(),"
+                     " os.umask(0o22))\nos.umask(0o22)")
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert sums(run.wait()) == [f"{rank} {rank} 3 True True {mask}" for rank in range(3)]
 
 
 def test_stop_is_silent_quick_and_complete(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
     session.start(2)
     session.run("import subprocess\nchild = subprocess.Popen(['sleep', '1000'])").wait()
-    pids, directory = family(supervisor_of(session)), directory_of(session)
-    assert len(pids) >= 5                              # supervisor, controller, fork server, two ranks
+    supervisor, directory = supervisor_of(session), directory_of(session)
+    pids = family(supervisor)
+    assert len(pids) >= 7                              # supervisor, controller, fork server, two ranks and their own
     assert directory.stat().st_mode & 0o777 == 0o700
-    assert all(path.stat().st_mode & 0o077 == 0 for path in directory.rglob("*"))
+    secret = [path for path in directory.rglob("*") if path.suffix in (".json", ".log")]
+    assert len(secret) >= 6                            # two connection files, four logs at least
+    assert all(path.stat().st_mode & 0o077 == 0 for path in secret)
     session.stop()
-    assert not alive({supervisor_of_dead for supervisor_of_dead in pids if supervisor_of_dead in family(os.getpid())})
-    assert eventually(lambda: not alive(pids))
+    assert not alive({supervisor})
+    assert eventually(lambda: not alive(pids)), alive(pids)
     assert not directory.exists()
     assert capfd.readouterr() == ("", "")
     assert session.status().engines == 0
