@@ -20,3 +20,4 @@ class RankRecorder(Recorder):
     def forget_open(self) -> None:
         """Drop the open slices: an interrupt may land between the opening and whoever would close it."""
         self._open.clear()
+        self._background.clear()

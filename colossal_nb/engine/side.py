@@ -126,17 +126,16 @@ class Side(threading.Thread):
 
     def _waits(self) -> str:
         """What the main thread waits in, "" when it computes."""
-        for piece in self._recorder.open():
-            if piece.lane == "comm":
-                number = f" #{piece.seq}" if piece.seq >= 0 else ""
-                return f"{piece.kind}{number}" + (f" of group {piece.group}" if piece.group else "")
+        for piece in self._recorder.waits():
+            number = f" #{piece.seq}" if piece.seq >= 0 else ""
+            return f"{piece.kind}{number}" + (f" of group {piece.group}" if piece.group else "")
         return f"the rendezvous ({self._store.waiting})" if self._store.waiting else ""
 
     def _report(self) -> None:
         running = self._interrupts.running
         what = self._waits() if running else ""
         state = ("waiting" if what else "computing") if running else "idle"
-        first = min((piece.t0 for piece in self._recorder.open() if piece.lane == "comm"), default=0.0)
+        first = min((piece.t0 for piece in self._recorder.waits()), default=0.0)
         if what and first and time.perf_counter() - first < _SHOWN_AFTER_S:
             return
         told = self._reported if self._reported[0] == running else (running, "", "")

@@ -54,7 +54,8 @@ class Told:
         """All that run wait for others, and somebody has ended the cell: nobody will come."""
         heard = [self.states[rank] for rank in running if rank in self.states]
         waiting = [state for state in heard if state.state == "waiting"]
-        if done and len(waiting) == len(running) and seconds - max(state.since_s for state in waiting) >= TELL_S:
+        begun = max((self.states[rank].since_s for rank in (*done, *running) if rank in self.states), default=0.0)
+        if done and len(waiting) == len(running) and seconds - begun >= TELL_S:
             where = f" ({waiting[0].where})" if waiting[0].where else ""
             self._once("endless", f"{named(running)} wait{'s' * (len(running) == 1)} in {waiting[0].what}{where} for "
                                   f"{named(done)}, which finished the cell: this has no end and will be stopped")

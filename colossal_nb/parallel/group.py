@@ -40,6 +40,7 @@ class Work:
         """Block until done. Raises Released, or KeyboardInterrupt, when the group is closed meanwhile."""
         if self._done:
             return
+        self.group.epoch.world.recorder.set_background(self._token, False)
         try:
             for handle in self.handles:
                 handle.wait()
@@ -231,7 +232,9 @@ class Group:
         token = self._begin(op, *self._channel(op, peer), forms.bytes_of(x), of)
         if op == "send" and eager:
             assert peer is not None
-            return self._started(lambda: messages.send_eager(self.wire(), x.detach(), peer, tag), None, token, wait)
+            work = self._started(lambda: messages.send_eager(self.wire(), x.detach(), peer, tag), None, token, wait)
+            self.epoch.world.recorder.set_background(token, not wait)
+            return work
         step = messages.send if op == "send" else messages.recv
 
         def transfer() -> Any:

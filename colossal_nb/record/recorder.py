@@ -44,6 +44,7 @@ class Recorder:
         self.dropped = 0
         self._names = _Names()
         self._open: dict[Token, _Open] = {}
+        self._background: set[Token] = set()
         self._tokens = count()
         self._rows: dict[str, deque[bytes]] = {table: deque() for table in TABLES}
         self._slices = self._rows["slices"]
@@ -75,6 +76,7 @@ class Recorder:
     def end(self, token: Token) -> None:
         """Close a slice and write it."""
         lane, kind, stage, chunk, microbatch, t0, payload_bytes, group, seq, of = self._open.pop(token)
+        self._background.discard(token)
         if not self.enabled:
             return
         names = self._names
@@ -114,12 +116,28 @@ class Recorder:
         """What the rank as a whole does."""
         self._write("states", _PACK["states"](self.rank, self.now(), self._names[state], self._names[reason]))
 
+    def set_background(self, token: Token, background: bool) -> None:
+        """Say whether an open slice goes on by itself while its rank does other work: nobody waits for it then."""
+        if background and token in self._open:
+            self._background.add(token)
+        else:
+            self._background.discard(token)
+
     def open(self) -> list[Slice]:
         """The slices that have begun and not ended, oldest first."""
+        return [self._opened(fields) for fields in list(self._open.values())]
+
+    def waits(self) -> list[Slice]:
+        """The open slices of the lane "comm" that the rank itself is in, oldest first."""
         return [
-            Slice(self.rank, lane, kind, stage, chunk, microbatch, t0, math.nan, payload_bytes, group, seq, of)
-            for lane, kind, stage, chunk, microbatch, t0, payload_bytes, group, seq, of in list(self._open.values())
+            self._opened(fields)
+            for token, fields in list(self._open.items())
+            if fields[0] == "comm" and token not in self._background
         ]
+
+    def _opened(self, fields: _Open) -> Slice:
+        lane, kind, stage, chunk, microbatch, t0, payload_bytes, group, seq, of = fields
+        return Slice(self.rank, lane, kind, stage, chunk, microbatch, t0, math.nan, payload_bytes, group, seq, of)
 
     def drain(self) -> bytes:
         """Take everything written so far, as one frame for `RecordBuilder.feed`."""

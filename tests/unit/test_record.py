@@ -228,3 +228,20 @@ def test_decoded_columns_have_no_text_numbers():
     slices = read(recorder).slices
     assert all(slices.dtype[name].kind == "U" for name in TABLES["slices"].text)
     assert np.issubdtype(slices.dtype["payload_bytes"], np.int64)
+
+
+def test_a_slice_in_the_background_is_open_but_not_waited_for() -> None:
+    recorder = Recorder(0)
+    sending = recorder.begin("send", "comm", group="pp:0>1", seq=0)
+    reducing = recorder.begin("all_reduce", "comm", group="dp:0,1", seq=0)
+    recorder.begin("F", stage=0)
+    assert [piece.kind for piece in recorder.waits()] == ["send", "all_reduce"]
+    recorder.set_background(sending, True)
+    assert [piece.kind for piece in recorder.waits()] == ["all_reduce"]
+    assert [piece.kind for piece in recorder.open()] == ["send", "all_reduce", "F"]
+    recorder.set_background(sending, False)
+    assert [piece.kind for piece in recorder.waits()] == ["send", "all_reduce"]
+    recorder.end(sending)
+    recorder.set_background(sending, True)  # too late to matter
+    recorder.end(reducing)
+    assert recorder.waits() == []
