@@ -207,8 +207,8 @@ def test_what_cannot_be_right_is_refused_before_anything_runs(
 
 
 def test_cells_begin_with_rank_0s_random_states(session: Session) -> None:
-    draw = "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item(), " \
-           "random.gauss(0, 1), numpy.random.randn())"
+    draw = ("import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item(), "
+            "random.gauss(0, 1), numpy.random.randn())")
     first = printed(ok(session, draw))
     assert first == [first[0]] * 4
     ok(session, "for _ in range(rank + 1): random.random(); numpy.random.randn(); torch.rand(3)")
@@ -234,8 +234,8 @@ def test_push_and_pull(session: Session) -> None:
 
     big = np.arange(300_000, dtype=np.float64).reshape(3, -1)
     session.push({"big": big, "double": double, "Local": Local, "word": "ab"})
-    assert printed(ok(session, "print(double(rank), Local.value, word, big.shape, float(big[2, 5]), big.flags.writeable)")
-                   ) == [f"{2 * rank} 7 ab (3, 100000) {big[2, 5]} True" for rank in ALL]
+    run = ok(session, "print(double(rank), Local.value, word, big.shape, float(big[2, 5]), big.flags.writeable)")
+    assert printed(run) == [f"{2 * rank} 7 ab (3, 100000) {big[2, 5]} True" for rank in ALL]
     ok(session, "mine = big + rank")
     assert np.array_equal(session.pull("mine", 2), big + 2)
     assert np.array_equal(session.pull("mine"), big)
