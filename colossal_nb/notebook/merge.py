@@ -1,10 +1,10 @@
 """Lines of several ranks become one text: equal ones once, different ones side by side.
 
 Every rank has a queue of what it printed. The heads of the queues are compared: when all ranks have one, or the
-oldest has waited `HOLD_S`, they are shown as one *row*, grouped by equality. A head that another rank still has further
-back in its queue waits for it, so one additional line on one rank does not put the ranks out of step. A line that comes
-after its row was shown is counted and told as "the same", never shown twice. Each line costs a constant: 40,000 of them
-are no problem.
+oldest has waited long enough (`HOLD_S`; longer on a machine whose ranks come late with the same), they are shown as one
+*row*, grouped by equality. A head that another rank still has further back in its queue waits for it, so one additional
+line on one rank does not put the ranks out of step. A line that comes after its row was shown is counted and told as
+"the same", never shown twice. Each line costs a constant: 40,000 of them are no problem.
 """
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from colossal_nb.notebook.digits import skeleton
 from colossal_nb.run import Output
 
 HOLD_S = 0.2
+MOST_HOLD_S = 2.0
 MOST_OWED = 20_000
 
 
@@ -68,7 +69,7 @@ class _Rank:
     def __init__(self) -> None:
         self.queue: deque[Entry] = deque()
         self.waiting: dict[Key, int] = {}
-        self.owed: deque[tuple[Key, Key]] = deque()
+        self.owed: deque[tuple[Key, Key, float]] = deque()
         self.owes: Counter[Key] = Counter()
         self.late: list[Key] = []
         self.alike = 0
@@ -91,28 +92,36 @@ class _Rank:
             self.waiting[entry[0]] = count - 1
         return entry
 
-    def owe(self, debt: tuple[Key, Key]) -> None:
-        self.owed.append(debt)
-        self.owes.update(debt)
+    def owe(self, key: Key, alike: Key, since: float) -> None:
+        self.owed.append((key, alike, since))
+        self.owes.update((key, alike))
         if len(self.owed) > MOST_OWED:
             self._forgive()
 
-    def pay(self, fold: bool) -> None:
-        """Take heads off the queue that others have shown already: the same, or (`fold`) but for digits the same."""
+    def pay(self, fold: bool) -> float:
+        """Take heads off the queue that others have shown already: the same, or (`fold`) but for digits the same.
+
+        Returns by how much the latest of them came after the others'.
+        """
+        lag = 0.0
         while self.owed and self.queue:
             wanted = self.queue[0][0]
             if self.owes[wanted] <= 0:
                 wanted = alike_key(wanted)
                 if not fold or self.owes[wanted] <= 0:
-                    return
+                    break
                 self.alike += 1
-            while wanted not in self._forgive():
-                pass
-            self.late.append(self.pop()[0])
+            debt = self._forgive()
+            while wanted not in debt:
+                debt = self._forgive()
+            key, _, arrived = self.pop()
+            self.late.append(key)
+            lag = max(lag, arrived - debt[2])
+        return lag
 
-    def _forgive(self) -> tuple[Key, Key]:
+    def _forgive(self) -> tuple[Key, Key, float]:
         debt = self.owed.popleft()
-        self.owes.subtract(debt)
+        self.owes.subtract(debt[:2])
         return debt
 
 
@@ -122,6 +131,7 @@ class Merger:
     def __init__(self, ranks: Sequence[int], fold: bool = True) -> None:
         self.ranks = tuple(sorted(ranks))
         self._fold = fold
+        self._hold_s = HOLD_S
         self._of = {rank: _Rank() for rank in self.ranks}
 
     def add(self, rank: int, item: Item, now: float) -> None:
@@ -150,16 +160,16 @@ class Merger:
         while len(rows) < most:
             for each in self._of.values():
                 if each.owed and each.queue:
-                    each.pay(self._fold)
+                    self._learn(each.pay(self._fold))
             heads = {rank: self._of[rank].queue[0] for rank in self.ranks if self._of[rank].queue}
             if not heads:
                 break
             due = now
             if len(heads) < len(self.ranks):
                 oldest = min(since for _, _, since in heads.values())
-                if now - oldest < HOLD_S:
+                if now - oldest < self._hold_s:
                     break
-                due = max(oldest, now - HOLD_S)
+                due = max(oldest, now - self._hold_s)
             self._step(heads, due, rows)
         return rows
 
@@ -184,11 +194,16 @@ class Merger:
                     rows += self._late([rank for ranks in shown.values() for rank in ranks])
         rows.append(Row(tuple([self._pop(ranks) for ranks in shown.values()])))
         if len(heads) < len(self.ranks):
-            debts = [(key, alike_key(key) if self._fold else key) for key in shown]
-            for rank in self.ranks:
-                if rank not in heads:
-                    for debt in debts:
-                        self._of[rank].owe(debt)
+            for key, ranks in shown.items():
+                alike, since = alike_key(key) if self._fold else key, heads[ranks[0]][2]
+                for rank in self.ranks:
+                    if rank not in heads:
+                        self._of[rank].owe(key, alike, since)
+
+    def _learn(self, lag_s: float) -> None:
+        """A rank came late with what others had shown: on this machine it is worth to wait a little longer."""
+        if lag_s > 0:
+            self._hold_s = max(self._hold_s, min(MOST_HOLD_S, 1.5 * lag_s))
 
     def _ahead(self, groups: dict[Key, list[int]], heads: dict[int, Entry], due: float) -> dict[Key, list[int]]:
         """The groups to show: old enough, and not still to come on another rank."""

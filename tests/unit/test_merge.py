@@ -51,6 +51,19 @@ def test_a_late_equal_line_only_extends_the_mark() -> None:
     assert cell.end().text() == "[0] x\n[0] y\n[1-3] the same 2 lines\n"
 
 
+def test_where_ranks_come_late_with_the_same_the_next_lines_are_held_longer() -> None:
+    cell = Cell(ranks=2)
+    for step in range(4):
+        cell.prints(0, f"step {step}a\n").wait(0.3).prints(1, f"step {step}a\n").wait(0.0)
+    assert cell.end().text() == "[0] step 0a\n[1] the same line\nstep 1a\nstep 2a\nstep 3a\n"
+
+
+def test_lines_of_one_rank_alone_are_not_held_longer() -> None:
+    cell = Cell(ranks=2)
+    for step in range(5):
+        assert cell.prints(0, "only rank 0\n").wait(0.21).page.text() == "[0] only rank 0\n" * (step + 1)
+
+
 def test_late_lines_that_differ_in_digits_are_folded_as_in_time() -> None:
     cell = Cell(ranks=2).prints(1, "rank 1 of 2\nrank 1 ends\n").wait(0.3)
     assert cell.prints(0, "rank 0 of 2\nrank 0 ends\n").end().text() == (
