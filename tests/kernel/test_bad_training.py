@@ -11,6 +11,10 @@ def gpt(**more): return GPT(**{**dict(vocab_size=16, layers=2, hidden=16, heads=
 def adam(model): return torch.optim.AdamW(model.parameters(), lr=1e-3)
 tokens = torch.arange(32).reshape(4, 8) % 16
 def loss_fn(logits, targets): return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def mixed_counts(logits, targets):
+    keep = targets % 3 == 0
+    return torch.nn.functional.cross_entropy(logits[keep], targets[keep], reduction="sum") / keep.sum()
+uneven = torch.tensor([[0] * 8, [0] * 8, [1] * 8, [0, 1, 1, 1, 1, 1, 1, 1]])
 """
 REPLICAS = "model, optimizer = cnb.parallelize(m := gpt(), adam(m))\n"
 
@@ -30,6 +34,8 @@ CELLS = [
      "a scalar or (sum, count)"),
     ("dp=2", "cnb.forward_backward(model, lambda logits, targets: None, tokens, tokens)", "ValueError", "not NoneType"),
     ("dp=2", "cnb.forward_backward(model, loss_fn, tokens[:0], tokens[:0])", "ValueError", "the batch is empty"),
+    ("dp=2", REPLICAS + "cnb.forward_backward(model, mixed_counts, tokens, uneven)", "ValueError",
+     "F.cross_entropy(logits, targets, reduction='sum'), (targets != -100).sum()"),
     ("dp=2", "cnb.forward_backward(gpt(), loss_fn, tokens, tokens)", "ValueError", "is not parallel yet"),
     ("dp=2", "cnb.parallelize('model')", "ValueError", "takes a torch.nn.Module, not str"),
     ("dp=2", "cnb.parallelize(gpt(), adam(gpt()))", "ValueError", "the optimizer holds none of the model's parameters"),
