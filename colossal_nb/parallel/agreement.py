@@ -16,8 +16,6 @@ from colossal_nb.parallel.forms import describe
 from colossal_nb.parallel.transports.gloo import Gloo
 from colossal_nb.parallel.transports.messages import Mismatch
 
-# Far from every tag of a user's message.
-_TAG = 1 << 30
 _DIGEST, _NUMBERS, _TEXT = 8, 16, 136
 _MOST_TENSORS_SHOWN = 4
 
@@ -48,12 +46,7 @@ def agree(wire: Gloo, mine: Signature, call: Call, index: int, names: tuple[int,
     text = _shown(mine, call).encode()[:_TEXT].ljust(_TEXT, b"\0")
     told = torch.stack([_block(digest, text, mine, other) for other in range(size)])
     heard = torch.empty_like(told)
-    others = [other for other in range(size) if other != index]
-    handles = [wire.recv(heard[other], other, _TAG) for other in others]
-    handles += [wire.send(told[other], other, _TAG) for other in others]
-    for handle in handles:
-        handle.wait()
-    heard[index] = told[index]
+    wire.all_to_all(heard.view(-1), told.view(-1), [], []).wait()
     blocks = [bytes(block.tolist()) for block in heard]
     if any(block[:_DIGEST] != digest for block in blocks):
         calls = [block[_DIGEST + _NUMBERS :].rstrip(b"\0").decode(errors="replace") for block in blocks]

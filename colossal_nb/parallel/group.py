@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +84,7 @@ class _Finished(Work):
 
 
 class _Later:
-    """A handle for what a courier thread does."""
+    """A handle for what another thread does."""
 
     def __init__(self, future: "Future[Any]") -> None:
         self._future = future
@@ -125,7 +126,7 @@ class Group:
         self._agreed: set[agreement.Signature] = set()
         self._messages: dict[tuple[int, int], int] = {}
         self._wire: Gloo | None = None
-        self._couriers: dict[tuple[str, int | None], ThreadPoolExecutor] = {}
+        self._ways: dict[tuple[str, int | None, int], Future[Any]] = {}  # the last message under way on each
         self._lock = threading.Lock()
 
     def run(
@@ -241,7 +242,7 @@ class Group:
             # Not under no_grad: a KeyboardInterrupt that waits for the end of a blocked call would land in its exit.
             return step(self.wire(), x.detach(), peer, tag, self.ranks, self.index)  # type: ignore[arg-type]
 
-        return self._started(lambda: [self._deliver((op, peer), transfer, wait)], None, token, wait)
+        return self._started(lambda: [self._deliver((op, peer, tag), transfer, wait)], None, token, wait)
 
     def _channel(self, op: str, peer: int | None) -> tuple[str, int]:
         """Group name and sequence number of a message: counted per sender and receiver, alike on both sides."""
@@ -252,21 +253,29 @@ class Group:
             return f"{self.name}:>{self.ranks[self.index]}", seq
         return link_name(self.name, *(self.ranks[place] for place in pair)), seq
 
-    def _deliver(self, way: tuple[str, int | None], transfer: Callable[[], Any], wait: bool) -> Handle:
-        """Run a transfer here, or in the thread that keeps the order of this way once one exists."""
-        if wait and way not in self._couriers:
-            done: Future[Any] = Future()
+    def _deliver(self, way: tuple[str, int | None, int], transfer: Callable[[], Any], wait: bool) -> Handle:
+        """Run a transfer: here, or in a thread of its own after the one before it on the same way."""
+        done: Future[Any] = Future()
+        before = self._ways.get(way)
+        if wait and (before is None or before.done()):
             done.set_result(transfer())
             return _Later(done)
-        if way not in self._couriers:
-            self._couriers[way] = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name} {way[0]}")
-        return _Later(self._couriers[way].submit(transfer))
+        self._ways[way] = done
+
+        def run() -> None:
+            if before is not None:
+                futures.wait([before])
+            try:
+                done.set_result(transfer())
+            except BaseException as error:
+                done.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name=f"{self.name} {way[0]}").start()
+        return _Later(done)
 
     def close(self) -> None:
-        """Drop the connections and the threads; what is blocked in them must have been aborted."""
-        for courier in self._couriers.values():
-            courier.shutdown(wait=False, cancel_futures=True)
-        self._couriers.clear()
+        """Drop the connections; what is blocked in them must have been aborted."""
+        self._ways.clear()
         self._wire = None
 
 

@@ -221,8 +221,10 @@ def _cut_midway(cycles, seed):
     mine, alike = random.Random(1000 * seed + world.rank), random.Random(seed)
     big = torch.ones(1 << 20)
     for cycle in range(1, cycles + 1):
+        if cycle % 2:  # else the abort may also come while the groups connect
+            collectives.all_reduce(big, mesh, "dp")
         world.whole().run("barrier", [])
-        timer = _abort_later(world, 0.02 + 0.03 * mine.random(), [])
+        timer = _abort_later(world, 0.02 + 0.08 * mine.random(), [])
         calls = [collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter, collectives.broadcast]
         with pytest.raises(Released):
             while True:

@@ -230,3 +230,22 @@ def test_the_fixture_raises_the_first_error_and_frees_the_others(ranks):
         ranks(3).run(_fails)
     assert "on rank 1" in caught.value.__notes__[0] and "_fails" in caught.value.__notes__[0]
     assert [ranks(3).answers[rank][0] for rank in range(3)] == ["error"] * 3
+
+
+def _out_of_order():
+    group = World.current().whole()
+    if group.index == 0:
+        works = [group.run("send", [torch.full((2,), float(tag))], peer=1, tag=tag, wait=False) for tag in (0, 7)]
+        for work in works:
+            work.wait()
+        return []
+    seen = []
+    for tag in (7, 0):
+        x = torch.empty(2)
+        group.run("recv", [x], peer=0, tag=tag)
+        seen += x.tolist()
+    return seen
+
+
+def test_messages_with_tags_may_be_taken_out_of_order(ranks):
+    assert ranks(2).run(_out_of_order) == [[], [7.0, 7.0, 0.0, 0.0]]

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -109,6 +109,38 @@ class Collective:
         return getattr(self._work, name)
 
 
+class Sent:
+    """A send under way, whose wait looks at `check` now and then.
+
+    Gloo can lose the end of a send whose connection is cut, and its own wait has no limit that would not end all
+    other messages of the group: so a thread waits, and is left behind after an abort.
+    """
+
+    def __init__(self, works: Sequence[Any], check: Callable[[], None]) -> None:
+        self._works, self._check = works, check
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="sent")
+        self._thread.start()
+
+    def _watch(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._error = error
+
+    def wait(self) -> None:
+        while self._thread.is_alive():
+            self._thread.join(_GLANCE_S)
+            if self._thread.is_alive():
+                self._check()
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+
 def _take_apart(box: list[Any]) -> None:
     """Destroy a process group: its destructor waits for its collectives, of which one may never end."""
     box.clear()
@@ -187,7 +219,12 @@ class Gloo:
         return self._collective(self._inner.barrier(dist.BarrierOptions()))
 
     def send(self, x: torch.Tensor, peer: int, tag: int) -> Handle:
+        """Its wait is safe only when something from the peer has proved that it arrived; else see `sent`."""
         return self._inner.send([x], peer, tag)  # type: ignore[no-any-return]
+
+    def sent(self, *works: Handle) -> Handle:
+        """What ends when all these sends have, or with an abort."""
+        return Sent(works, self._check)
 
     def recv(self, x: torch.Tensor, peer: int | None, tag: int) -> Handle:
         """`peer` None takes what comes first; the handle's `_source_rank()` names the sender."""

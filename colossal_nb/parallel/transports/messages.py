@@ -66,9 +66,9 @@ def _refuse(sent: _Header, expected: _Header, source: str, target: str) -> Misma
 
 
 def send_eager(wire: Gloo, x: Tensor, peer: int, tag: int) -> list[Handle]:
-    """Header and tensor are on their way; the memory of `x` must stay as it is until all handles are waited for."""
-    header = _header(x, _EAGER).packed()
-    return [wire.send(header, peer, 3 * tag + _HEADER), wire.send(x.contiguous(), peer, 3 * tag + _BODY)]
+    """Header and tensor are on their way; the memory of `x` must stay as it is until the handle is waited for."""
+    header = wire.send(_header(x, _EAGER).packed(), peer, 3 * tag + _HEADER)
+    return [wire.sent(header, wire.send(x.contiguous(), peer, 3 * tag + _BODY))]
 
 
 def send(wire: Gloo, x: Tensor, peer: int, tag: int, names: tuple[int, ...], index: int) -> None:
@@ -77,12 +77,13 @@ def send(wire: Gloo, x: Tensor, peer: int, tag: int, names: tuple[int, ...], ind
     `names` are the global ranks of the group's members, for the texts.
     """
     header, answer = _header(x, _CAREFUL), _room()
-    wire.send(header.packed(), peer, 3 * tag + _HEADER).wait()
+    first = wire.send(header.packed(), peer, 3 * tag + _HEADER)
     wire.recv(answer, peer, 3 * tag + _ANSWER).wait()
+    first.wait()  # the answer proves that it is through
     expected = _Header.unpacked(answer)
     if not header.fits(expected):
         raise _refuse(header, expected, f"rank {names[index]}", f"rank {names[peer]}")
-    wire.send(x.contiguous(), peer, 3 * tag + _BODY).wait()
+    wire.sent(wire.send(x.contiguous(), peer, 3 * tag + _BODY)).wait()
 
 
 def recv(wire: Gloo, x: Tensor, peer: int | None, tag: int, names: tuple[int, ...], index: int) -> int:
@@ -92,12 +93,15 @@ def recv(wire: Gloo, x: Tensor, peer: int | None, tag: int, names: tuple[int, ..
     handle.wait()
     source = handle._source_rank() if peer is None else peer
     sent, expected = _Header.unpacked(packed), _header(x, _CAREFUL)
-    if sent.manner == _CAREFUL:
-        wire.send(expected.packed(), source, 3 * tag + _ANSWER).wait()
+    answer = wire.send(expected.packed(), source, 3 * tag + _ANSWER) if sent.manner == _CAREFUL else None
     if not sent.fits(expected):
+        if answer is not None:
+            wire.sent(answer).wait()
         raise _refuse(sent, expected, f"rank {names[source]}", f"rank {names[index]}")
     room = x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
     wire.recv(room, source, 3 * tag + _BODY).wait()
+    if answer is not None:
+        answer.wait()  # the tensor proves that it is through
     if room is not x:
         x.copy_(room)
     return source
