@@ -60,8 +60,8 @@ class Supervisor:
         self._asked: list[int] = []
         self._connection: dict[str, Any] = {}
         self._running = True
+        self.server = ForkServer(self.directory, _environment())   # first: everything waits for its imports
         self.controller = start_controller(self.directory)
-        self.server = ForkServer(self.directory, _environment())
 
     def serve(self) -> None:
         """Until the kernel's pipe ends or it says stop."""

@@ -25,6 +25,7 @@ FIRST = ("torch", "torch.distributed", "numpy", "cloudpickle", "ipykernel.ipkern
          "colossal_nb.engine.bootstrap")
 LATER = ("torch.optim", "colossal_nb.engine.rehearsal", "torch._dynamo", "matplotlib_inline.config")
 """Wanted by most cells (the first optimizer imports `_dynamo`), imported after the server can already fork."""
+_QUIET_S = 5.0
 
 
 class ForkServer:
@@ -38,6 +39,7 @@ class ForkServer:
         self._children: dict[int, tuple[int, int]] = {}            # pid -> (rank, life)
         self._open = True
         self._reaping = False
+        self._forked = -_QUIET_S
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: self._reap())     # also in the middle of a long import
@@ -65,8 +67,15 @@ class ForkServer:
                 self._obey(json.loads(line))
         return self._open
 
+    def quiet(self) -> bool:
+        """Serve until no rank has been forked for a while: a first cell needs the cores. False when all is over."""
+        while self.serve(0) and (rest_s := self._forked + _QUIET_S - time.monotonic()) > 0:
+            self.serve(rest_s)
+        return self._open
+
     def _obey(self, order: dict[str, Any]) -> None:
         if order["verb"] == "fork":
+            self._forked = time.monotonic()
             gc.collect()
             gc.freeze()                                # pages shared with the ranks stay shared
             for each in order["ranks"]:
@@ -142,13 +151,13 @@ def main(directory: str) -> None:
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
     server.tell("warm", seconds=time.perf_counter() - begin, threads=threads)
     for name in LATER:
-        if not server.serve(0):
+        if not server.quiet():
             break
         try:
             importlib.import_module(name)
         except ImportError:
             traceback.print_exc()
-    if server.serve(0):
+    if server.quiet():
         importlib.import_module("colossal_nb.engine.rehearsal").rehearse()
     while server.serve():
         pass
