@@ -1,6 +1,7 @@
 """The built wheel is complete: installed alone, it runs a cell from another folder through a real kernel."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,12 +17,14 @@ from jupyter_client.manager import KernelManager
 
 pytestmark = pytest.mark.packaging
 ROOT = Path(__file__).parents[2]
+# A PYTHONPATH of ours would let the checkout in by a side door.
+CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 SOURCES = ("colossal_nb", "pyproject.toml", "README.md", "LICENSE")
 
 
 def ran(*command: object, cwd: Path) -> str:
     words = [str(part) for part in command]
-    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(words, cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -51,7 +54,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A path line adds the folder without reading the .pth files in it, so an editable install of ours stays unseen.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     ask = [python, "-c", "import torch, zmq, colossal_nb"]
-    missing = subprocess.run(ask, cwd=home, capture_output=True, text=True, timeout=120, check=False)
+    missing = subprocess.run(ask, cwd=home, env=CLEAN, capture_output=True, text=True, timeout=120, check=False)
     assert "No module named 'colossal_nb'" in missing.stderr, "the environment is not empty"
     ran(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel, cwd=home)
     return python
@@ -86,7 +89,7 @@ def test_a_cell_runs_from_another_folder(installed, tmp_path):
     manager = KernelManager(
         kernel_name="wheel", kernel_spec_manager=KernelSpecManager(kernel_dirs=[str(tmp_path / "kernels")])
     )
-    manager.start_kernel(cwd=str(elsewhere))
+    manager.start_kernel(cwd=str(elsewhere), env=CLEAN)
     client = manager.blocking_client()
     client.start_channels()
     try:
