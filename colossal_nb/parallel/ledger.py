@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_on_all
 
+from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.record.events import CATEGORIES
 from colossal_nb.record.recorder import Recorder
 
@@ -155,7 +156,9 @@ class Ledger:
         for name, module in model.named_modules(prefix=prefix):
             self._modules[id(module)] = weakref.ref(module), name or type(model).__name__
         for name, parameter in model.named_parameters(prefix=prefix):
-            self.track(parameter, "parameter", name)
+            layout = layout_of(parameter)
+            if layout is None or layout.local_shape(self.rank) is not None:  # else the placeholder of another stage
+                self.track(parameter, "parameter", name)
             self._watch_gradient(parameter, name)
         for name, buffer in model.named_buffers(prefix=prefix):
             self.track(buffer, "buffer", name)
