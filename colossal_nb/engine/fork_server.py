@@ -76,7 +76,6 @@ class ForkServer:
     def _obey(self, order: dict[str, Any]) -> None:
         if order["verb"] == "fork":
             self._forked = time.monotonic()
-            gc.collect()
             gc.freeze()                                # pages shared with the ranks stay shared
             for each in order["ranks"]:
                 self._fork(each["rank"], each["life"], order)
@@ -159,6 +158,7 @@ def main(directory: str) -> None:
             traceback.print_exc()
     if server.quiet():
         importlib.import_module("colossal_nb.engine.rehearsal").rehearse()
+        gc.collect()
     while server.serve():
         pass
     server.close()
