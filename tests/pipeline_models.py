@@ -187,6 +187,92 @@ class InPlace(nn.Sequential):
         super().__init__(*[m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))])
 
 
+class Recurrent(nn.Module):
+    """A recurrent layer keeps its parameters in a list of its own beside their names, and computes with that."""
+
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first = kind(WIDTH, WIDTH, batch_first=True, **options)
+        self.second = kind((self.first.proj_size or WIDTH) * (1 + self.first.bidirectional), WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.second(self.first(self.embedding(tokens))[0])[0])
+
+
+class Elsewhere(Block):
+    """Reads its parameters where it keeps them besides: in a list, a tuple, a dict, an attribute of another object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.up.weight, (self.down.weight,)]
+        self.biases = {"up": self.up.bias}
+        self.__dict__["last"] = self.down.bias
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        hidden = functional.gelu(functional.linear(self.norm(x), self.weights[0], self.biases["up"]))
+        return x + functional.linear(hidden, self.weights[1][0], self.__dict__["last"])
+
+
+class References(Trunk):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Elsewhere() for _ in range(4))
+
+
+class Encoder(nn.Module):
+    """Torch's own encoder, which in eval mode without gradients would go to one fused kernel per layer."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens)))
+
+
+class Heads(Trunk):
+    """Two outputs; a loss may use one of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, 3)
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)), self.other(x)
+
+
+class Routed(Trunk):
+    """Which of two experts runs depends on the first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, tokens)
+        return self.head(self.norm(x))
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        parts = [self.experts[int(tokens[i, 0]) % 2](x[i]) for i in range(len(x))]
+        return x + torch.stack(parts)
+
+
 def tokens(samples: int) -> Batch:
     return (torch.randint(VOCABULARY, (samples, LENGTH)),), {}
 
@@ -211,6 +297,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "checkpoint": (Recomputed, tokens),
     "reentrant checkpoint": (RecomputedReentrant, tokens),
     "u-net": (UNet, lambda n: ((torch.randn(n, 2, 8, dtype=torch.float64),), {})),
+    "lstm": (lambda: Recurrent(nn.LSTM, bidirectional=True, proj_size=3, num_layers=2), tokens),
+    "gru": (lambda: Recurrent(nn.GRU), tokens),
+    "rnn": (lambda: Recurrent(nn.RNN), tokens),
+    "parameters kept elsewhere": (References, tokens),
+    "torch encoder": (Encoder, tokens),
+    "two heads": (Heads, tokens),
     "in place": (InPlace, lambda n: ((torch.randn(n, WIDTH, dtype=torch.float64),), {})),
 }
 

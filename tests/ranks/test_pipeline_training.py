@@ -121,7 +121,9 @@ def test_two_stages_train_like_the_whole_model(ranks: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("name", ["gpt", "tied gpt", "u-net", "tuples", "one block four times", "branch on a value"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "tied gpt", "u-net", "tuples", "one block four times", "branch on a value", "torch encoder"]
+)
 def test_four_stages_train_like_the_whole_model(ranks: Any, name: str, schedule: str) -> None:
     results = ranks(4).run(train, name, f"pp=4 microbatches=4 schedule={schedule}")
     for found in results:

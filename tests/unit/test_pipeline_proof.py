@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from typing import Any
 
 import pipeline_models as zoo
 import pytest
@@ -10,8 +12,12 @@ import torch
 from torch import nn
 
 from colossal_nb.models import GPT
+from colossal_nb.parallel.pipeline.first_step import FirstStep
 from colossal_nb.parallel.pipeline.proof import prove
+from colossal_nb.parallel.pipeline.pruned import prune
 from colossal_nb.parallel.pipeline.split import split
+from colossal_nb.parallel.pipeline.stage import modules_call_modules
+from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.trace import trace
 
 
@@ -22,7 +28,14 @@ def test_split_models_equal_the_whole_model(name: str, stages: int) -> None:
     found = prove(model, split(model, trace(model, args, kwargs), stages), args, kwargs)
     assert found.output_difference <= 1e-12
     assert found.gradient_difference <= 1e-10
-    assert found.used
+    assert found.used == with_gradient(model, args, kwargs)
+    assert found.used == frozenset().union(*found.reached)
+
+
+def with_gradient(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
+    twin = copy.deepcopy(model)
+    sum(leaf.sum() for leaf in leaves(twin(*copy.deepcopy(args), **kwargs))).backward()
+    return {name for name, p in twin.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", ["gpt", "u-net", "tuples", "branch on a value", "keywords, dict, functional head"])
@@ -141,3 +154,109 @@ def test_another_way_in_eval_mode_is_refused_not_answered_with_nan() -> None:
     with pytest.raises(ValueError, match=r"in eval mode .*NaN"):
         prove(model, planned, args, kwargs)
     assert all(module.training for module in model.modules())
+
+
+def test_who_keeps_a_parameter_elsewhere_still_has_the_same_one_after_the_proof() -> None:
+    """A recurrent layer computes with a list of its own: the weights in it must be those that the optimizer moves."""
+    model, (args, kwargs) = zoo.build("lstm"), zoo.batch("lstm", 2)
+    expected = model(*args)
+    prove(model, split(model, trace(model, args, kwargs), 2), args, kwargs)
+    for layer in (model.first, model.second):
+        kept = {id(weight) for weight in layer._flat_weights}
+        assert kept == {id(p) for p in layer.parameters()}
+    assert torch.equal(model(*args), expected)
+    with torch.no_grad():
+        model.first.weight_hh_l0.add_(1)
+    assert not torch.equal(model(*args), expected)
+
+
+def test_the_proof_brings_gradients_and_hooks_back() -> None:
+    model, (args, kwargs) = zoo.build("parameters kept elsewhere"), zoo.batch("parameters kept elsewhere", 2)
+    fired: list[str] = []
+    for name, p in model.named_parameters():
+        p.grad = torch.full_like(p, 3.0)
+        p.register_hook(lambda gradient, name=name: fired.append(name))
+        p.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    planned = split(model, trace(model, args, kwargs), 2)
+    prove(model, planned, args, kwargs)
+    bad = dataclasses.replace(planned, needs=(planned.needs[0], frozenset()))
+    with pytest.raises(ValueError, match="would be wrong"):
+        prove(model, bad, args, kwargs)
+    assert not fired
+    assert all((p.grad == 3).all() and not p.isnan().any() for p in model.parameters())
+    model(*args).sum().backward()
+    assert sorted(fired) == sorted(2 * [name for name, _ in model.named_parameters()])
+
+
+def test_a_forward_that_skips_units_is_refused_with_their_names() -> None:
+    class Short(zoo.Trunk):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens) * self.scale
+            for block in self.blocks[: 4 if self.training else 2]:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    model, (args, kwargs) = Short().double(), zoo.tokens(2)
+    planned = split(model, trace(model, args, kwargs), 2)
+    with pytest.raises(
+        ValueError, match=r"in eval mode the whole model did not call blocks\.2, blocks\.3: .*another way"
+    ):
+        prove(model, planned, args, kwargs)
+
+
+def test_fused_kernels_are_off_only_inside() -> None:
+    for outside in (True, False):
+        torch.backends.mha.set_fastpath_enabled(outside)
+        try:
+            with modules_call_modules():
+                assert not torch.backends.mha.get_fastpath_enabled()
+            assert torch.backends.mha.get_fastpath_enabled() is outside
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+def stepped(model: nn.Module, expected: set[str], called: set[str], *args: Any, head: int | None = None) -> FirstStep:
+    guard = FirstStep(model, frozenset(expected), frozenset(called))
+    model.zero_grad()
+    with guard.watching():
+        output = model(*args)
+        loss_of = guard.seeing(lambda found, number: found.sum() if head is None else found[head].sum())
+        loss_of(output, 0).backward()
+    return guard
+
+
+def test_a_parameter_that_the_first_step_leaves_out_is_an_error_with_its_name() -> None:
+    model, (args, _) = zoo.build("lstm"), zoo.batch("lstm", 2)
+    names, called = with_gradient(model, args, {}), {name for name, _ in model.named_modules()}
+    stepped(model, names, called, *args).check()
+    model.second._flat_weights[1] = nn.Parameter(model.second.weight_hh_l0.detach().clone())
+    model.second._flat_weight_refs = [None] * 4
+    model.second._weights_have_changed = lambda: False
+    with pytest.raises(RuntimeError, match=r"^second\.weight_hh_l0 got no gradient .*keep the Parameter itself"):
+        stepped(model, names, called, *args).check()
+    model.second.weight_hh_l0.requires_grad_(False)
+    stepped(model, names, called, *args).check()
+
+
+def test_a_head_that_the_loss_leaves_out_and_an_expert_that_nobody_chose_are_no_errors() -> None:
+    model, (args, _) = zoo.build("two heads"), zoo.batch("two heads", 2)
+    names, called = with_gradient(model, args, {}), {name for name, _ in model.named_modules()}
+    assert {"other.weight", "head.weight"} <= names
+    stepped(model, names, called, *args, head=0).check()
+    assert model.other.weight.grad is None
+    torch.manual_seed(0)
+    routed = zoo.Routed().double()
+    both, one = torch.tensor([[0, 1], [1, 0]]), torch.tensor([[0, 1], [2, 0]])
+    names, called = with_gradient(routed, (both,), {}), {name for name, _ in routed.named_modules()}
+    stepped(routed, names, called, one).check()
+    assert routed.blocks[0].experts[1].weight.grad is None
+
+
+def test_a_pruned_recurrent_layer_computes_with_what_the_stage_does_not_have() -> None:
+    model, (args, kwargs) = zoo.build("gru"), zoo.batch("gru", 2)
+    planned = split(model, trace(model, args, kwargs), 2)
+    prune(model, planned, 0)
+    absent = {name for name, holders in planned.holders.items() if 0 not in holders}
+    assert absent
+    assert all(p.isnan().all() == (name in absent) for name, p in model.named_parameters())
+    assert model(*args).isnan().all()

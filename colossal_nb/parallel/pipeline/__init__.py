@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from colossal_nb.parallel.pipeline.executor import Borders, Executor, Kept, LossOf, Microbatch
+from colossal_nb.parallel.pipeline.first_step import FirstStep
 from colossal_nb.parallel.pipeline.messages import Mail
 from colossal_nb.parallel.pipeline.proof import Proof, prove
 from colossal_nb.parallel.pipeline.pruned import lay_out, prune
 from colossal_nb.parallel.pipeline.report import Report, report_on
 from colossal_nb.parallel.pipeline.shared import summed
 from colossal_nb.parallel.pipeline.split import Split, split
-from colossal_nb.parallel.pipeline.stage import Specs, Stage
+from colossal_nb.parallel.pipeline.stage import Specs, Stage, modules_call_modules
 from colossal_nb.parallel.trace import trace
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.mesh import Mesh
@@ -49,13 +50,14 @@ def apply(
     """
     args, kwargs = example
     cuts = [cuts] if isinstance(cuts, str) else cuts
-    with torch.enable_grad():
+    with torch.enable_grad(), modules_call_modules():
         record = trace(model, args, kwargs)
     plan = split(model, record, mesh.axis_size("pp"), cuts, stage_weights)
+    called = frozenset(call.name for call in record.calls)
     del record
     proof = prove(model, plan, args, kwargs)
     lay_out(model, plan, mesh)
-    pipeline = Pipeline(model, mesh, strategy.schedule, plan, proof)
+    pipeline = Pipeline(model, mesh, strategy.schedule, plan, proof, called)
     if pruned:
         pipeline.prune()
     return pipeline
@@ -63,15 +65,20 @@ def apply(
 
 @dataclass(eq=False)
 class Pipeline:
-    """A model split over pp, seen from this rank. `split` says which stage runs and holds what."""
+    """A model split over pp, seen from this rank. `split` says which stage runs and holds what.
+
+    called: the names of the modules that the recorded forward called.
+    """
 
     model: nn.Module
     mesh: Mesh
     schedule: str
     split: Split
     proof: Proof
+    called: frozenset[str]
     known: dict[Any, Specs] = field(default_factory=dict)
     epoch: int = -1
+    stepped: bool = False
 
     def __post_init__(self) -> None:
         self.report: Report = report_on(self.model, self.split, self.proof)
@@ -105,11 +112,30 @@ class Pipeline:
         `.grad` of held parameters grows by the sum of the microbatches' gradients, unscaled; those of parameters that
         several stages hold are summed over these stages. `borders(number, site)`, if given, is called with site 0 at
         the start of a forward, 2u + 1 before and 2u + 2 after unit u, so that random states can be set.
+
+        Raises RuntimeError, in the first step only, when a parameter that the proof saw trained gets no gradient.
         """
+        if self.stepped or not microbatches:
+            return self._run_step(microbatches, loss_of, borders, None)
+        guard = FirstStep(self.model, self.proof.reached[self.number], self.called)
+        with guard.watching():
+            return self._run_step(microbatches, guard.seeing(loss_of), borders, guard)
+
+    def _run_step(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf[Kept],
+        borders: Borders | None,
+        guard: FirstStep | None,
+    ) -> list[Kept]:
         orders = schedule(self.schedule, self.split.stages, len(microbatches))
         executor: Executor[Kept] = self._executor(microbatches, loss_of, borders)
         with torch.enable_grad(), summed(self.parameters, self.split.holders, self.proof.used, self.mesh):
-            return executor.run(orders[self.number])
+            kept = executor.run(orders[self.number])
+            if guard is not None:
+                self.stepped = True
+                guard.check()  # before the sums over stages, which leave no gradient out
+            return kept
 
     def forward_only(self, microbatches: Sequence[Microbatch], borders: Borders | None = None) -> list[Any]:
         """The outputs of the microbatches on the last stage (empty on the others), without gradients. Collective."""

@@ -1,13 +1,12 @@
 """Before training: one microbatch through all stages, in this process, against the whole model.
 
-What a stage does not have is NaN there, so a tensor that should have crossed and did not cannot hide. The weights are
-shared with the model through fresh Parameter objects: nothing is copied, no hook of the user fires, no `.grad` changes.
+What a stage does not have is NaN there, so a tensor that should have crossed and did not cannot hide. Stages run as
+they will run in training: the model is pruned, by the same function and on the same Parameter objects, and gets its
+values back afterwards. No hook of the user fires, no `.grad` changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 
 from colossal_nb.parallel.pipeline.dataflow import Value
-from colossal_nb.parallel.pipeline.split import Split, absent_like
+from colossal_nb.parallel.pipeline.pruned import gradients_aside, pruned, take_gradients
+from colossal_nb.parallel.pipeline.split import Split
 from colossal_nb.parallel.pipeline.stage import Made, Spec, Specs, Stage
 from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.trace import untouched
@@ -30,31 +30,39 @@ SEED = 20_231  # of the random states at the borders of units, equal in both pro
 
 @dataclass(frozen=True)
 class Proof:
-    """How close the split model came to the whole one, as parts of the sizes; `used`: parameters with a gradient."""
+    """How close the split model came to the whole one, as parts of the sizes.
+
+    used: the parameters with a gradient in the whole model; reached[k]: those with one on stage k.
+    """
 
     output_difference: float
     gradient_difference: float
     used: frozenset[str]
+    reached: tuple[frozenset[str], ...]
 
 
 def prove(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proof:
     """Compares the outputs and, for one weighted sum of them, the gradients. Raises ValueError naming what differs."""
-    with untouched(model), torch.enable_grad():
+    with untouched(model), gradients_aside(model), torch.enable_grad():
         whole = _whole(model, split, args, kwargs)
-    with untouched(model), torch.enable_grad():
+    with untouched(model), gradients_aside(model), torch.enable_grad():
         staged = _staged(model, split, args, kwargs, whole)
     if any(module.training for module in model.modules()):
         _prove_evaluation(model, split, args, kwargs)
-    used = frozenset(whole.gradients)
-    return Proof(_compare_outputs(split, whole, staged), _compare_gradients(whole, staged), used)
+    return Proof(
+        _compare_outputs(split, whole, staged),
+        _compare_gradients(whole, staged),
+        frozenset(whole.gradients),
+        tuple(frozenset(gradients) for gradients in staged.parts),
+    )
 
 
 def _prove_evaluation(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """In eval mode a forward may go another way: its outputs are compared as well."""
-    with untouched(model), torch.no_grad():
+    with untouched(model), gradients_aside(model), torch.no_grad():
         model.eval()
-        whole = _whole(model, split, args, kwargs)
         try:
+            whole = _whole(model, split, args, kwargs)
             _compare_outputs(split, whole, _staged(model, split, args, kwargs, whole))
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"in eval mode {error}") from error
@@ -63,31 +71,37 @@ def _prove_evaluation(model: nn.Module, split: Split, args: tuple[Any, ...], kwa
 @dataclass(frozen=True)
 class _Result:
     outputs: list[torch.Tensor]
-    gradients: dict[str, torch.Tensor]
+    parts: list[dict[str, torch.Tensor]]  # gradients by name, per stage
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        total: dict[str, torch.Tensor] = {}
+        for part in self.parts:
+            for name, gradient in part.items():
+                total[name] = total[name] + gradient if name in total else gradient
+        return total
 
 
 def _whole(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
-    with stand_ins(model, set(split.holders)) as parameters:
-        output = Stage(model, split, None).run(args, kwargs, {}, {}, _seed).output
-        loss = _scalar(leaves(output), leaves(output))
-        if loss.requires_grad:
-            torch.autograd.backward(loss)
-        return _Result([leaf.detach() for leaf in leaves(output)], _gradients(parameters))
+    output = Stage(model, split, None).run(args, kwargs, {}, {}, _seed).output
+    loss = _scalar(leaves(output), leaves(output))
+    if loss.requires_grad:
+        torch.autograd.backward(loss)
+    return _Result([leaf.detach() for leaf in leaves(output)], [take_gradients(model)])
 
 
 def _staged(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[str, Any], whole: _Result) -> _Result:
     values: dict[Value, torch.Tensor] = {}
-    runs: list[tuple[Stage, Made, dict[str, nn.Parameter]]] = []
+    runs: list[tuple[Stage, Made]] = []
     specs = recorded_specs(split)
     for number in range(split.stages):
-        held = {name for name, stages in split.holders.items() if number in stages}
-        with stand_ins(model, held) as parameters:
-            stage = Stage(model, split, number)
-            received = {value: values[value].detach().clone() for value in split.needs[number]}
+        stage = Stage(model, split, number)
+        received = {value: values[value].detach().clone() for value in split.needs[number]}
+        with pruned(model, split, number):
             made = stage.run(args, kwargs, received, specs, _seed)
         _refuse_missing(split, number, made, values)
         values.update(made.values)
-        runs.append((stage, made, parameters))
+        runs.append((stage, made))
     outputs = leaves(runs[-1][1].output)
     if len(outputs) != len(whole.outputs):
         raise ValueError(
@@ -95,46 +109,23 @@ def _staged(model: nn.Module, split: Split, args: tuple[Any, ...], kwargs: dict[
             f"{len(whole.outputs)}: some are collected on other stages. Ask the model for fewer outputs"
         )
     loss = _scalar(outputs, whole.outputs)
-    if torch.is_grad_enabled():
-        _backward(runs, loss)
-    total: dict[str, torch.Tensor] = {}
-    for _, _, parameters in runs:
-        for name, gradient in _gradients(parameters).items():
-            total[name] = total[name] + gradient if name in total else gradient
-    return _Result([leaf.detach() for leaf in outputs], total)
+    parts = _backward(model, split, runs, loss) if torch.is_grad_enabled() else []
+    return _Result([leaf.detach() for leaf in outputs], parts)
 
 
-def _backward(runs: list[tuple[Stage, Made, dict[str, nn.Parameter]]], loss: torch.Tensor) -> None:
+def _backward(
+    model: nn.Module, split: Split, runs: list[tuple[Stage, Made]], loss: torch.Tensor
+) -> list[dict[str, torch.Tensor]]:
+    """The gradients that each stage gives to the parameters that it holds."""
     back: dict[Value, list[torch.Tensor]] = {}
-    for stage, made, _ in reversed(runs):
-        mine = {value: parts for value, parts in back.items() if value in made.edges}
-        for value, gradient in stage.backward(made, loss if stage.is_last else None, mine).items():
-            back.setdefault(value, []).append(gradient)
-
-
-@contextmanager
-def stand_ins(model: nn.Module, held: set[str]) -> Iterator[dict[str, nn.Parameter]]:
-    """The model with other Parameter objects: sharing memory for names in `held`, absent (NaN) for the rest."""
-    fresh: dict[int, nn.Parameter] = {}
-    by_name: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        data = parameter.detach() if name in held else absent_like(parameter)
-        fresh[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        if name in held:
-            by_name[name] = fresh[id(parameter)]
-    places = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in list(module._parameters.items())
-        if parameter is not None
-    ]
-    try:
-        for module, name, parameter in places:
-            setattr(module, name, fresh[id(parameter)])
-        yield by_name
-    finally:
-        for module, name, parameter in places:
-            setattr(module, name, parameter)
+    parts: list[dict[str, torch.Tensor]] = []
+    for number, (stage, made) in reversed(list(enumerate(runs))):
+        mine = {value: given for value, given in back.items() if value in made.edges}
+        with pruned(model, split, number):  # the graph knows a weight by its Parameter, not by its value then
+            for value, gradient in stage.backward(made, loss if stage.is_last else None, mine).items():
+                back.setdefault(value, []).append(gradient)
+        parts.insert(0, {n: g for n, g in take_gradients(model).items() if number in split.holders[n]})
+    return parts
 
 
 def _seed(site: int) -> None:
@@ -150,10 +141,6 @@ def _scalar(outputs: list[torch.Tensor], like: list[torch.Tensor]) -> torch.Tens
             kept = torch.where(torch.isfinite(reference), leaf, torch.zeros_like(leaf)).double()
             total = total + ((kept * weights.view_as(kept)).sum() / leaf.numel() ** 0.5).cpu()
     return total
-
-
-def _gradients(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
 
 
 def recorded_specs(split: Split) -> Specs:
@@ -201,11 +188,17 @@ def _compare_outputs(split: Split, whole: _Result, staged: _Result) -> float:
 
 
 def _compare_gradients(whole: _Result, staged: _Result) -> float:
-    largest = max((_largest(gradient) for gradient in whole.gradients.values()), default=0.0)
+    all_expected, all_found = whole.gradients, staged.gradients
+    largest = max((_largest(gradient) for gradient in all_expected.values()), default=0.0)
     worst = 0.0
-    for name in {**whole.gradients, **staged.gradients}:
-        zeros = torch.zeros_like((whole.gradients | staged.gradients)[name])
-        expected, found = whole.gradients.get(name, zeros), staged.gradients.get(name, zeros)
+    for name in {**all_expected, **all_found}:
+        if name not in all_found:
+            raise ValueError(
+                f"the split would train wrong: {name} has a gradient in the whole model and none on the stages that "
+                f"hold it. Other cuts may work: cuts=[...]"
+            )
+        found = all_found[name]
+        expected = all_expected.get(name, torch.zeros_like(found))
         difference = _largest(found - expected) / (max(_largest(expected), FLOOR * largest) or 1.0)
         if not difference <= _tolerance(expected.dtype):
             raise ValueError(

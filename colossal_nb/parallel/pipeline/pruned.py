@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 
 from colossal_nb.parallel.layouts import layout_of, set_layout
@@ -40,3 +44,40 @@ def prune(model: nn.Module, split: Split, stage: int) -> None:
         if stage not in split.holders[name]:
             parameter.data = absent_like(parameter)
             parameter.grad = None
+
+
+@contextmanager
+def pruned(model: nn.Module, split: Split, stage: int) -> Iterator[None]:
+    """Inside, the model is as `prune` leaves it on that stage. Every Parameter stays the object that it is: whoever
+    keeps a reference to one, in a list or elsewhere, sees what the stage sees."""
+    values = [(parameter, parameter.data) for parameter in model.parameters()]
+    try:
+        prune(model, split, stage)
+        yield
+    finally:
+        for parameter, value in values:
+            parameter.data = value
+
+
+@contextmanager
+def gradients_aside(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters have no `.grad` and no hooks (of the user, of the ledger); afterwards those from before."""
+    before = [(p, p.grad, p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()]
+    try:
+        for p, _, _, on_accumulated in before:
+            p.grad = p._backward_hooks = None
+            if on_accumulated is not None:
+                p._post_accumulate_grad_hooks = OrderedDict()  # torch goes on calling the old ones after None
+        yield
+    finally:
+        for p, gradient, on_backward, on_accumulated in before:
+            p.grad, p._backward_hooks = gradient, on_backward
+            if on_accumulated is not None:
+                p._post_accumulate_grad_hooks = on_accumulated
+
+
+def take_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients by name, for the parameters that have one; they have none afterwards."""
+    taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return taken

@@ -108,7 +108,7 @@ class Stage:
             border(0)
         # A forward may write into its inputs: each stage has its own.
         args, kwargs = rebuild((args, kwargs), lambda tensor: tensor.clone())
-        with _transparent_checkpoints(), replaced_forwards(replacements), suppress(_Leave):
+        with _transparent_checkpoints(), modules_call_modules(), replaced_forwards(replacements), suppress(_Leave):
             run.made.output = self.model(*args, **kwargs)
         self._check_complete(run)
         return run.made
@@ -132,13 +132,17 @@ class Stage:
         return {value: arrival.gradient() for value, arrival in made.arrivals.items()}
 
     def _check_complete(self, run: _Run) -> None:
-        missing = self.wanted - run.made.values.keys()
-        if run.left or missing:
-            units = [str(self.split.units[value.unit]) for value in sorted(missing)]
+        mine = range(len(self.split.units)) if self.number is None else self.split.owned(self.number)
+        skipped = sorted({unit for unit in mine if unit not in run.made.specs} | {
+            value.unit for value in self.wanted - run.made.values.keys()
+        })  # fmt: skip
+        if skipped:
+            units = [str(self.split.units[unit]) for unit in skipped]
             raise RuntimeError(
-                f"stage {self.number} ran {self.own - run.left} of its {self.own} units"
-                + (f" and did not make {', '.join(units)}" if units else "")
-                + ": this forward took another way than the recorded one"
+                f"{'the whole model' if self.number is None else f'stage {self.number}'} did not call "
+                f"{', '.join(units[:4])}{f' and {len(units) - 4} more' if len(units) > 4 else ''}: this forward took "
+                f"another way than the recorded one, so no stage can run it. Cut around what has several ways "
+                f"(fewer stages, or cuts=[...] with modules outside it), or let it go one way"
             )
 
 
@@ -241,6 +245,18 @@ class _Arrive(torch.autograd.Function):
         (gradient,) = gradients
         ctx.arrival.grad = gradient
         return None, None, None
+
+
+@contextmanager
+def modules_call_modules() -> Iterator[None]:
+    """Inside, torch's transformer modules call their parts. Without gradients in eval mode they would hand all weights
+    to one fused kernel, past the calls that were recorded."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _recomputing() -> bool:

@@ -1,0 +1,89 @@
+"""The first real step against the proof: what was trained there must be trained here, or somebody must hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from colossal_nb.parallel.structure import leaves
+
+
+class FirstStep:
+    """Watches one step for parameters that had a gradient in the proof and get none.
+
+    Two reasons are good ones, and let pass: the loss does not use what the parameter makes (another head of the
+    model), or its module was not called in this batch although it can be (an expert that no sample chose).
+    """
+
+    def __init__(self, model: nn.Module, expected: frozenset[str], called: frozenset[str]) -> None:
+        """expected: the parameters with a gradient on this stage; called: the modules that the record saw called."""
+        self.model, self.expected, self.known_calls = model, expected, called
+        self.called: set[nn.Module] = set()
+        self.read: set[int] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, notes which modules are called."""
+        handle = register_module_forward_pre_hook(lambda module, _: self.called.add(module))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def seeing(self, loss_of: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss_of`, which first notes the parameters that the output was made from."""
+
+        def seen(output: Any, number: int) -> Any:
+            self.read |= _parameters_below(leaves(output))
+            return loss_of(output, number)
+
+        return seen
+
+    def check(self) -> None:
+        """Raises RuntimeError naming the parameters that have no gradient for no good reason."""
+        lost = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if name in self.expected
+            and parameter.requires_grad
+            and parameter.grad is None
+            and id(parameter) not in self.read
+            and self._caller(name) in self.called
+        ]
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(lost[:4])}{f' and {len(lost) - 4} more' if len(lost) > 4 else ''} got no gradient in the "
+                f"first step, although the whole model trains {'it' if len(lost) == 1 else 'them'}: the forward reads "
+                f"something else in its place. Likely a module keeps a copy of the weight, or a Parameter was replaced "
+                f"after parallelize: keep the Parameter itself. If this batch just did not need it, run the step "
+                f"again: only the first step is compared"
+            )
+
+    def _caller(self, name: str) -> nn.Module:
+        """The nearest module around a parameter that forwards do call; lists of parameters are never called."""
+        path = name.rpartition(".")[0]
+        while path and path not in self.known_calls:
+            path = path.rpartition(".")[0]
+        return self.model.get_submodule(path)
+
+
+def _parameters_below(tensors: list[torch.Tensor]) -> set[int]:
+    """The ids of the leaves whose gradients a backward from these tensors could reach."""
+    found = {id(tensor) for tensor in tensors}
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return found
