@@ -22,6 +22,7 @@ setup: $(STAMP)
 # torch comes first and alone: a CPU wheel that is already there (see the README) satisfies everything after it.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	@echo "installing into $(VENV): some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,lab]'

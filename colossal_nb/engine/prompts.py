@@ -24,12 +24,18 @@ def _breakpoint(*args: Any, **keywords: Any) -> NoReturn:
 
 def _debug(line: str, cell: str | None = None) -> NoReturn:
     raise UsageError("%debug is not possible on a rank: nobody can type there. The traceback of each rank is in "
-                     "cnb.last_run.errors; print() and %colossal look show the rest.")
+                     "cnb.last_run.errors; print() shows more, and %colossal pull x brings a variable to the kernel.")
+
+
+def _colossal(line: str, cell: str | None = None) -> NoReturn:
+    raise UsageError("this cell already runs on a rank: %%colossal and %colossal belong in the kernel, in a cell of "
+                     "their own.")
 
 
 def install(shell: Any) -> None:
-    """Refuse input(), breakpoint(), pdb (which asks by input()), getpass and the debugger's magics."""
+    """Refuse input(), breakpoint(), pdb (which asks by input()), getpass, the debugger's magics and our own."""
     builtins.input = _input
     sys.breakpointhook = _breakpoint
     for name in ("debug", "pdb"):
         shell.register_magic_function(_debug, "line_cell", name)
+    shell.register_magic_function(_colossal, "line_cell", "colossal")

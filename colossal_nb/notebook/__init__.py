@@ -5,16 +5,25 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from IPython.core.error import UsageError
+
 from colossal_nb.notebook import help as helps
 
 _VERB_HELP = re.compile(r"^\s*%colossal\s+([\w-]+)\s*\?+\s*$")
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register `%%colossal` and `%colossal`, and warm the engines' server in the background."""
+    """Register `%%colossal` and `%colossal`, and warm the engines' server in the background.
+
+    UsageError on a rank, which must not start ranks of its own.
+    """
+    if type(getattr(shell, "kernel", None)).__module__.startswith("colossal_nb.engine"):
+        raise UsageError("this cell already runs on a rank: %load_ext colossal_nb belongs in the kernel, in a cell "
+                         "without %%colossal.")
     import colossal_nb
     from colossal_nb import session
     from colossal_nb.notebook.completion import Completion
+    from colossal_nb.notebook.elsewhere import Elsewhere
     from colossal_nb.notebook.magics import Notebook
     unload_ipython_extension(shell)
     if not hasattr(colossal_nb, "last_run"):
@@ -26,6 +35,7 @@ def load_ipython_extension(shell: Any) -> None:
     completion = Completion(notebook)
     shell.Completer.custom_matchers.append(completion.matcher())
     _inspect_through(getattr(shell, "kernel", None), completion)
+    shell.events.register("post_run_cell", Elsewhere(notebook))
     notebook.session.warm()
 
 
@@ -37,6 +47,9 @@ def unload_ipython_extension(shell: Any) -> None:
         shell.input_transformers_cleanup.remove(verb_help)
     matchers = shell.Completer.custom_matchers
     matchers[:] = [each for each in matchers if getattr(each, "matcher_identifier", "") != "colossal_nb"]
+    for each in list(shell.events.callbacks["post_run_cell"]):
+        if type(each).__module__ == "colossal_nb.notebook.elsewhere":
+            shell.events.unregister("post_run_cell", each)
     kernel = getattr(shell, "kernel", None)
     if kernel is not None and hasattr(kernel.do_inspect, "replaces"):
         kernel.do_inspect = kernel.do_inspect.replaces

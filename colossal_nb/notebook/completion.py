@@ -14,6 +14,8 @@ from colossal_nb.notebook.options import CELL, VERBS
 from colossal_nb.plan.strategy import FIELDS
 
 CELL_MAGIC, LINE_MAGIC = "%%colossal", "%colossal"
+LIMIT_S = 2.0
+"""No key press waits longer for the ranks."""
 
 
 def words_for_cell(typed: str) -> list[str]:
@@ -85,7 +87,7 @@ class Completion:
         there: list[str] = []
         if typed.split()[:1] == ["pull"]:
             with suppress(RankFailed, ClusterLost, TimeoutError):  # typing goes on without them
-                there = sorted({name for found in self._notebook.ranks_names().values() for name in found})
+                there = sorted({name for found in self._notebook.ranks_names(LIMIT_S).values() for name in found})
         return words_for_verb(typed, here, there)
 
     def _on_ranks(self, context: CompletionContext, body: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from IPython.core.inputtransformer2 import TransformerManager
 
-from colossal_nb.notebook.names import reads
+from colossal_nb.notebook.names import GIVEN, binds, reads
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,27 @@ cnb.init("{strategy}")
 
 {code}
 '''
+
+
+def lacks(main: ExportCell, earlier: Sequence[ExportCell]) -> tuple[list[str], list[int]]:
+    """Names that a cell reads and does not bind before, and the numbers of the earlier cells that give them.
+
+    What those cells read themselves is looked for in the cells before them; the latest that binds a name gives it.
+    """
+    lacking = _needs(_plain(main, []))
+    wanted, numbers = set(lacking), []
+    for cell in reversed(earlier):
+        body = _plain(cell, [])
+        given = wanted & set(binds(body))
+        if given:
+            numbers.append(cell.number)
+            wanted = wanted - given | set(_needs(body))
+    return lacking, sorted(numbers)
+
+
+def _needs(body: str) -> list[str]:
+    """Names that the code reads from outside and that a script does not have by itself."""
+    return [name for name in reads(body) if name not in GIVEN | {"cnb", "os", "sys"}]
 
 
 def _hoisted(code: str) -> tuple[str, str]:

@@ -117,9 +117,9 @@ class Notebook:
         self.shell.user_ns[name] = value
         say(self.page, f"{name}: {type(value).__name__} from rank {rank}")
 
-    def ranks_names(self) -> dict[int, dict[str, str]]:
-        """rank -> name -> what it is; {} without engines."""
-        return self.session.names()
+    def ranks_names(self, limit_s: float = 60.0) -> dict[int, dict[str, str]]:
+        """rank -> name -> what it is; {} without engines. TimeoutError if a rank does not answer in time."""
+        return self.session.names(limit_s)
 
     def last(self) -> PastCell:
         """The last `%%colossal` cell. ValueError if there was none."""

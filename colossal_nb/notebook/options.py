@@ -128,7 +128,7 @@ class Verb:
 
 
 _RANK = Option("--rank", "R", "this rank only", rank)
-_CELLS = Option("--cells", "3-7", "cells by their numbers (default: the %%colossal cells of this notebook)", cells)
+_CELLS = Option("--cells", "3-7", "cells by their numbers (default: the last strategy cell that succeeded)", cells)
 
 VERBS = {
     "start": Verb("start [-n 4]", "Start the engines now. The first %%colossal cell does it by itself, with as many as "
@@ -150,8 +150,9 @@ VERBS = {
     "compare": Verb('compare "STRATEGY ; STRATEGY"', "Run the last %%colossal cell again under each strategy and "
                     "show one table: loss, time, peak memory, bytes sent, bubble.",
                     '%colossal compare "dp=4 ; tp=4 ; pp=4"'),
-    "export": Verb("export FILE [--cells 3-7]", "Write cells as a plain script for torchrun.",
-                   "%colossal export train.py", (_CELLS,)),
+    "export": Verb("export FILE [--cells 3-7]", "Write the last cell with a strategy that succeeded as a plain "
+                   "script for torchrun. If it needs other cells --cells names them all.",
+                   "%colossal export train.py --cells 3-7", (_CELLS,)),
     "help": Verb("help [WORD]", "Help on a verb, a strategy field or an option.", "%colossal help microbatches"),
 }
 

@@ -12,9 +12,9 @@ import colossal_nb
 from colossal_nb.notebook import help as helps
 from colossal_nb.notebook import summary
 from colossal_nb.notebook.arguments import VerbArguments, plain
-from colossal_nb.notebook.export import ExportCell, script
+from colossal_nb.notebook.export import ExportCell, lacks, script
 from colossal_nb.notebook.fold import rank_list
-from colossal_nb.notebook.magics import Notebook, PastCell, Verb, describe_ranks
+from colossal_nb.notebook.magics import Notebook, Verb, describe_ranks
 from colossal_nb.notebook.options import VERBS
 from colossal_nb.notebook.page import say
 from colossal_nb.notebook.report import report_on
@@ -140,22 +140,18 @@ def export(notebook: Notebook, arguments: VerbArguments) -> None:
         raise ValueError(f"a script is a .py file: %colossal export {path.with_suffix('.py')}")
     if path.exists() and "written by %colossal export" not in path.read_text(errors="replace")[:400]:
         raise ValueError(f"{path} exists and was not written by %colossal export: name another file")
-    chosen, strategy, engines = _chosen(notebook, arguments.options.get("--cells"))
+    numbers = arguments.options.get("--cells")
+    chosen, strategy, engines = _last_cell(notebook, path) if numbers is None else _chosen(notebook, numbers)
     path.write_text(script(chosen, str(strategy), engines, path.name))
-    numbers = rank_list(cell.number for cell in chosen)
-    say(notebook.page, f"wrote {path} from cell{'s' * (len(chosen) > 1)} {numbers}; run it with: "
+    said = rank_list(cell.number for cell in chosen)
+    say(notebook.page, f"wrote {path} from cell{'s' * (len(chosen) > 1)} {said}; run it with: "
                        f"torchrun --nproc-per-node {engines} {path}")
 
 
-def _chosen(notebook: Notebook, numbers: tuple[int, ...] | None) -> tuple[list[ExportCell], Strategy, int]:
-    """The cells to write, their one strategy, and its number of engines."""
-    sources = [_from_history(notebook, number) for number in numbers or ()]
+def _chosen(notebook: Notebook, numbers: tuple[int, ...]) -> tuple[list[ExportCell], Strategy, int]:
+    """The cells of these numbers, their one strategy, and its number of engines."""
+    sources = [_from_history(notebook, number) for number in numbers]
     past = {cell.number: cell for cell in notebook.cells}
-    if numbers is None:
-        main = next((cell for cell in reversed(notebook.cells) if cell.ok and cell.strategy is not None), None)
-        if main is None or main.strategy is None:
-            raise ValueError("no %%colossal cell with a strategy has run without an error yet")
-        return _default_cells(notebook.cells, main), main.strategy, main.engines
     named_cells = [past[number] for number in numbers if number in past]
     strategies = {cell.strategy for cell in named_cells if cell.strategy is not None}
     if len(strategies) > 1:
@@ -167,14 +163,25 @@ def _chosen(notebook: Notebook, numbers: tuple[int, ...] | None) -> tuple[list[E
     return sources, strategies.pop(), engines
 
 
-def _default_cells(cells: list[PastCell], main: PastCell) -> list[ExportCell]:
-    """Cells that ran well before the last one with a strategy and do not name another; a repeated cell counts once."""
-    chosen: dict[str, PastCell] = {}
-    for cell in cells[: cells.index(main) + 1]:
-        if cell.ok and cell.strategy in (None, main.strategy):
-            chosen.pop(cell.source, None)
-            chosen[cell.source] = cell
-    return [ExportCell(cell.number, cell.source) for cell in chosen.values()]
+def _last_cell(notebook: Notebook, path: Path) -> tuple[list[ExportCell], Strategy, int]:
+    """The last cell with a strategy that ran well. ValueError, with the cells to name, if it needs other cells."""
+    main = next((cell for cell in reversed(notebook.cells) if cell.ok and cell.strategy is not None), None)
+    if main is None or main.strategy is None:
+        raise ValueError("no %%colossal cell with a strategy has run without an error yet")
+    unfit = {cell.number for cell in notebook.cells if not cell.ok or cell.strategy not in (None, main.strategy)}
+    earlier = [_from_history(notebook, number) for number in range(1, main.number) if number not in unfit]
+    chosen = ExportCell(main.number, main.source)
+    lacking, givers = lacks(chosen, earlier)
+    if lacking:
+        cells = rank_list([*givers, main.number])
+        them = "with the cells that do" if givers else "and no earlier cell does; to write it all the same"
+        raise ValueError(f"cell {main.number} reads {', '.join(lacking)} and does not define {_them(lacking)}; {them}: "
+                         f"%colossal export {path} --cells {cells}")
+    return [chosen], main.strategy, main.engines
+
+
+def _them(things: list[str]) -> str:
+    return "it" if len(things) == 1 else "them"
 
 
 def _from_history(notebook: Notebook, number: int) -> ExportCell:

@@ -188,8 +188,8 @@ class Session:
             loop.presses.press()
 
     # values and names
-    def _ask(self, ranks: Sequence[int], verb: str, **fields: Any) -> dict[int, dict[str, Any]]:
-        answers = self._upkeep.client().ask(ranks, "colossal_request", {"verb": verb, **fields})
+    def _ask(self, ranks: Sequence[int], verb: str, limit_s: float = 60.0, **fields: Any) -> dict[int, dict[str, Any]]:
+        answers = self._upkeep.client().ask(ranks, "colossal_request", {"verb": verb, **fields}, limit_s)
         for rank, answer in answers.items():
             if answer["status"] == "error":
                 raise RankFailed(f"rank {rank}: {answer['ename']}: {answer['evalue']}")
@@ -219,11 +219,11 @@ class Session:
         finally:
             path.unlink(missing_ok=True)
 
-    def names(self) -> dict[int, dict[str, str]]:
-        """rank -> name -> what it is; {} while a cell runs or without engines."""
+    def names(self, limit_s: float = 60.0) -> dict[int, dict[str, str]]:
+        """rank -> name -> what it is; {} while a cell runs or without engines. TimeoutError after `limit_s`."""
         if not self.engines or self._loop is not None:
             return {}
-        return {rank: answer["names"] for rank, answer in self._ask(range(self.engines), "names").items()}
+        return {rank: answer["names"] for rank, answer in self._ask(range(self.engines), "names", limit_s).items()}
 
     def complete(self, code: str, cursor: int) -> dict[str, Any]:
         """Completions on rank 0, as a Jupyter complete_reply; {} while a cell runs or without engines."""

@@ -166,6 +166,37 @@ def test_export_writes_a_script(notebook: Notebook, tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
+def test_export_says_which_other_cells_the_last_one_needs(notebook: Notebook, tmp_path: Path) -> None:
+    path = tmp_path / "two.py"
+    notebook.ok("%%colossal dp=4\nlength = 99  # of another strategy")
+    notebook.ok("%%colossal\nlength = 3")
+    notebook.ok("%%colossal dp=2\nprint('length', length)")
+    number = int(notebook.value("len(In) - 1")) - 1
+    reply = notebook.run(f"%colossal export {path}")
+    assert reply.ename == "ValueError" and not path.exists()
+    wanted = f"%colossal export {path} --cells {number - 1},{number}"
+    assert f"cell {number} reads length and does not define it" in reply.evalue and wanted in reply.evalue
+    notebook.ok(wanted)
+    assert "length = 3" in path.read_text() and "length = 99" not in path.read_text()
+
+
+def test_a_name_that_only_the_ranks_have_is_told_where_it_lives(notebook: Notebook) -> None:
+    notebook.ok("%%colossal\neach_has = 1\nif rank == 2: one_has = 2")
+    reply = notebook.run("print(each_has)")
+    assert reply.ename == "NameError"
+    assert reply.said == "each_has lives on all ranks, not in the kernel: %colossal pull each_has"
+    assert notebook.run("one_has").said.endswith("rank 2, not in the kernel: %colossal pull one_has --rank 2")
+    assert notebook.run("nobody_has").said == ""
+    assert notebook.run("%%colossal\nprint(nobody_has)").said == ""
+
+
+@pytest.mark.parametrize("code", ["%load_ext colossal_nb", "%colossal status",
+                                  "get_ipython().run_cell_magic('colossal', 'dp=2', 'pass')"])
+def test_a_cell_on_a_rank_starts_no_ranks_of_its_own(notebook: Notebook, code: str) -> None:
+    reply = notebook.run(f"%%colossal\n{code}")
+    assert reply.ename == "UsageError" and "this cell already runs on a rank" in reply.evalue
+
+
 def test_stop_leaves_nothing_and_the_next_cell_starts_anew(notebook: Notebook) -> None:
     pids = [int(line.split()[1]) for line in notebook.ok("%colossal").said.splitlines() if line.endswith("ready")]
     assert len(pids) == 4

@@ -5,7 +5,7 @@ import ast
 
 import pytest
 
-from colossal_nb.notebook.export import ExportCell, script
+from colossal_nb.notebook.export import ExportCell, lacks, script
 
 
 def body(*sources: str) -> str:
@@ -70,3 +70,25 @@ def test_names_that_cells_are_given_are_defined_where_read() -> None:
     assert "rank, world_size = " in body("print(rank)")
     assert "mesh = cnb.Strategy" in body("print(mesh)")
     assert "world_size" not in body("print(1)")
+
+
+def cells(*sources: str) -> list[ExportCell]:
+    return [ExportCell(i + 1, source) for i, source in enumerate(sources)]
+
+
+def test_a_cell_that_defines_what_it_reads_lacks_nothing() -> None:
+    *earlier, main = cells("x = 1", "import os, colossal_nb as cnb\nx = 2\nprint(x, rank, os.sep, cnb.Strategy)")
+    assert lacks(main, earlier) == ([], [])
+    assert lacks(ExportCell(2, "print(cnb.Strategy, os.sep, sys.path, mesh)"), earlier) == ([], [])
+
+
+def test_the_latest_cells_that_give_a_name_are_found_and_what_those_need() -> None:
+    *earlier, main = cells("base = 2", "unused = 3", "data = [0]", "data = [base]\n%time width = 4", "data += [5]",
+                           "def late(): return data\nprint(late(), width)")
+    lacking, numbers = lacks(main, earlier)
+    assert sorted(lacking) == ["data", "width"]
+    assert numbers == [1, 4, 5]
+
+
+def test_names_that_no_cell_gives_are_named_without_numbers() -> None:
+    assert lacks(ExportCell(2, "print(pushed)"), cells("x = 1")) == (["pushed"], [])
