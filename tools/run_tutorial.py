@@ -2,11 +2,13 @@
 
     python tools/run_tutorial.py tutorials/01-a-cluster-in-a-cell.md --out build/demo
 
-Cells tagged `terminal` have their output repeated in the terminal. A cell that fails ends the run with status 1; what
-was executed up to there is written all the same.
+Cells tagged `terminal` have their output repeated in the terminal. A cell that fails, or Ctrl-C, ends the run with
+status 1; what was executed up to there is written all the same.
 """
 
 import argparse
+import asyncio
+import signal
 import sys
 import time
 from pathlib import Path
@@ -14,7 +16,6 @@ from pathlib import Path
 import jupytext
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbconvert import HTMLExporter
 
 
@@ -55,10 +56,30 @@ class Progress:
         print(f"  {time.perf_counter() - self.began:.1f} s{' FAILED' if failed else ''}", flush=True)
 
 
+def stoppable(client: NotebookClient) -> None:
+    """Ctrl-C interrupts the cell that runs, as the notebook's Stop; again, it ends the run without waiting for it."""
+    running = asyncio.current_task()
+    assert running is not None
+    pressed = []
+
+    def stop() -> None:
+        if pressed:
+            running.cancel()
+        pressed.append(asyncio.ensure_future(client.km.interrupt_kernel()))
+
+    for number in (signal.SIGINT, signal.SIGTERM):  # nbclient's own handlers end in its internal errors
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
 def execute(source: Path, out: Path, timeout_s: int) -> tuple[nbformat.NotebookNode, str]:
     """Run `source` with `out` as the working folder. The executed notebook, and what went wrong ("" if nothing)."""
     notebook = jupytext.read(source, fmt="md:myst" if source.suffix == ".md" else None)
     progress = Progress(notebook)
+
+    def start(cell: nbformat.NotebookNode, cell_index: int) -> None:
+        stoppable(client)
+        progress.start(cell, cell_index)
+
     client = NotebookClient(
         notebook,
         timeout=timeout_s,
@@ -66,13 +87,15 @@ def execute(source: Path, out: Path, timeout_s: int) -> tuple[nbformat.NotebookN
         kernel_name="python3",
         resources={"metadata": {"path": str(out)}},
         extra_arguments=["--IPKernelApp.log_level=40"],  # its note on unencrypted loopback is no news here
-        on_cell_start=progress.start,
+        on_cell_start=start,
         on_cell_executed=progress.done,
     )
     try:
         client.execute()
-    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-        return notebook, str(error)
+    except Exception as error:  # a cell that failed, one without end, a kernel that died: what was executed is kept
+        return notebook, str(error) or type(error).__name__
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return notebook, "stopped"
     return notebook, ""
 
 
@@ -101,7 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"\n{plain(cell)}")
     if wrong:
         print(f"\n{wrong}", file=sys.stderr)
-    print(f"\n{time.perf_counter() - began:.0f} s. Executed notebook: {executed}\nPage to look at:  {page}")
+    upto = "Executed up to there" if wrong else "Executed notebook"
+    print(f"\n{time.perf_counter() - began:.0f} s. {upto}: {executed}\nPage to look at:  {page}")
     return 1 if wrong else 0
 
 

@@ -1,6 +1,9 @@
 """Every lesson runs from its first cell to its last through a real kernel; its claims are assertions in its cells."""
 
 import ast
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jupytext
@@ -66,3 +69,24 @@ def test_a_claim_that_fails_ends_the_run_and_is_written(tmp_path, capfd):
     executed = nbformat.read(tmp_path / "out" / "wrong.ipynb", as_version=4)
     assert executed.cells[1].outputs[0].ename == "AssertionError"
     assert executed.cells[2].execution_count is None
+
+
+def test_what_ran_before_a_stop_is_written_and_said_where(tmp_path):
+    cell = "```{{code-cell}} ipython3\n{}\n```\n\n"
+    (tmp_path / "long.md").write_text(
+        cell.format("print('first')") + cell.format("open('there', 'w').close(); __import__('time').sleep(600)")
+    )
+    command = [sys.executable, run_tutorial.__file__, str(tmp_path / "long.md"), "--out", str(tmp_path)]
+    ran = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not (tmp_path / "there").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    ran.terminate()
+    out, said = ran.communicate(timeout=60)
+    assert ran.returncode == 1
+    assert "KeyboardInterrupt" in said
+    assert "nbclient" not in said
+    assert f"Executed up to there: {tmp_path / 'long.ipynb'}" in out
+    first, stopped = nbformat.read(tmp_path / "long.ipynb", as_version=4).cells
+    assert first.outputs[0].text == "first\n"
+    assert stopped.outputs[0].ename == "KeyboardInterrupt"
