@@ -14,6 +14,7 @@ import zmq
 from zmq.utils import z85
 
 VERSION = b"colossal_nb/1"
+_HANDSHAKE_MS = 5000          # a stranger who says nothing is hung up on
 Socket = zmq.Socket[bytes]
 
 
@@ -91,6 +92,7 @@ class Listener:
         self.socket = self.context.socket(zmq.ROUTER)
         unlimited(self.socket)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.socket.curve_server = True
         self.socket.curve_secretkey = server_secret
         self.socket.zap_domain = b"colossal_nb"
@@ -116,6 +118,6 @@ class Listener:
             return None
 
     def close(self) -> None:
+        """Close the door. The context ends with the process: ending it would wait for strangers half way in."""
         self.socket.close(0)
         self.zap.close(0)
-        self.context.term()
