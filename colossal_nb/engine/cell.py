@@ -43,7 +43,7 @@ class Cells:
             store_history: bool) -> dict[str, Any]:
         """Run a cell to its end, whatever that is; returns the content of the reply."""
         self._prepare(shell, settings)
-        begin = time.perf_counter()
+        begin, records_gradients = time.perf_counter(), torch.is_grad_enabled()
         try:
             try:
                 self._interrupts.begin(self.number)
@@ -54,6 +54,8 @@ class Cells:
         except KeyboardInterrupt:                      # it came before the first line, or after the last
             self._interrupts.end()
             reply = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": [], "line": None}
+        if self._interrupts.landed:                    # it may have landed in the exit of a no_grad block
+            torch.set_grad_enabled(records_gradients)
         reply["execution_count"] = self.number
         reply["raised_at"] = time.perf_counter()
         reply["seconds"] = reply["raised_at"] - begin

@@ -32,8 +32,20 @@ def _colossal(line: str, cell: str | None = None) -> NoReturn:
                      "their own.")
 
 
+class _Exit:
+    """What exit and quit are on a rank: a sentence, raised where it is called and shown where it is only named."""
+
+    def __call__(self, *arguments: Any) -> NoReturn:
+        raise UsageError(repr(self))
+
+    def __repr__(self) -> str:
+        return ("exit() would end this rank and its variables: %colossal stop, in a cell of its own, ends all ranks; "
+                "an error leaves a cell early.")
+
+
 def install(shell: Any) -> None:
-    """Refuse input(), breakpoint(), pdb (which asks by input()), getpass, the debugger's magics and our own."""
+    """Refuse input(), breakpoint(), pdb (which asks by input()), getpass, exit, the debugger's magics and our own."""
+    shell.user_ns["exit"] = shell.user_ns["quit"] = builtins.exit = builtins.quit = _Exit()  # type: ignore[assignment]
     builtins.input = _input
     sys.breakpointhook = _breakpoint
     for name in ("debug", "pdb"):

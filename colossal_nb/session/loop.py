@@ -227,8 +227,9 @@ class CellLoop:
             part.over = True
             where = f", {part.state.where}" if part.state is not None and part.state.where else ""
             self.run.errors.setdefault(rank, RankError(
-                rank, "StillRunning", f"rank {rank} is still in the cell{where}: it runs native code that cannot be "
-                f"interrupted; `%colossal restart --rank {rank}` replaces it", time_s=self.now()))
+                rank, "StillRunning", f"rank {rank} is still in the cell{where}: it caught the interrupt, or runs "
+                f"native code that cannot be interrupted; `%colossal restart --rank {rank}` replaces it",
+                time_s=self.now()))
 
     def still_running(self) -> dict[str, tuple[int, int]]:
         """The requests that have not come to an end: their ids with (rank, life)."""

@@ -57,6 +57,8 @@ TYPED = [
     ("%%colossal\nreturn 1", "SyntaxError", "outside function"),
     ("%%colossal\n  x = 1\n y = 2", "IndentationError", ""),
     ("%%colossal\nundefined_anywhere", "NameError", "undefined_anywhere"),
+    ("%%colossal\nexit()", "UsageError", "would end this rank"),
+    ("%%colossal\n%load_ext colossal_nb", "UsageError", "already runs on a rank"),
     ("only_here = 1\nget_ipython().run_cell_magic('colossal', '', 'only_here')", "NameError", "push only_here"),
     ("%%colossal\nif rank == 1: raise ValueError('one rank')", "ValueError", "one rank (rank 1, line 2)"),
     ("%%colossal\ndef deep(): deep()\ndeep()", "RecursionError", "maximum recursion depth"),
