@@ -7,10 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-_KILL_WAIT_S = 1.0
+_END_WAIT_S, _KILL_WAIT_S = 1.0, 5.0
 
 
 class Child:
@@ -29,10 +30,11 @@ class Child:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End it now; returns when it has gone."""
+        """End it now; returns when it has gone (on a busy machine that takes its time)."""
         if self.alive:
             self.process.kill()
-        self.process.wait(timeout=_KILL_WAIT_S)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=_KILL_WAIT_S)
 
 
 def start_controller(directory: Path) -> Child:
@@ -73,7 +75,7 @@ class ForkServer(Child):
     def end(self) -> None:
         """Ask it to end all ranks and itself; insist after a second."""
         self.ask("stop")
-        deadline = time.monotonic() + _KILL_WAIT_S
+        deadline = time.monotonic() + _END_WAIT_S
         while self.alive and time.monotonic() < deadline:
             time.sleep(0.005)
         self.kill()

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import zmq
 
 from colossal_nb.cluster.wire import Address, Frame, arrived, connect, pack, unpack
 
-_STOP_LIMIT_S = 3.0
+_STOP_LIMIT_S = 5.0
 
 
 class Link:
@@ -68,4 +69,5 @@ class Link:
         except subprocess.TimeoutExpired:
             self._process.kill()                       # its children watch it and end too
             self._process.wait()
+            shutil.rmtree(self.directory, ignore_errors=True)
         self._context.destroy(0)

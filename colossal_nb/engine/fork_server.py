@@ -115,18 +115,20 @@ class ForkServer:
         if self._reaping:
             return
         self._reaping = True
-        for pid, (rank, life) in list(self._children.items()):
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
-                continue
-            _kill(pid)                                 # what the rank had started; its number is not reused before
-            _, status = os.waitpid(pid, 0)
-            del self._children[pid]
-            self.tell("exit", rank=rank, life=life, pid=pid, how=describe_exit(status))
-        self._reaping = False
+        try:
+            for pid, (rank, life) in list(self._children.items()):
+                if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    continue
+                _kill(pid)                             # what the rank had started; its number is not reused before
+                _, status = os.waitpid(pid, 0)
+                del self._children[pid]
+                self.tell("exit", rank=rank, life=life, pid=pid, how=describe_exit(status))
+        finally:
+            self._reaping = False
 
     def close(self) -> None:
         """End every rank and wait for it."""
+        self._reaping = True                           # from here on nobody else waits for them
         for pid in self._children:
             _kill(pid)
         for pid in self._children:
