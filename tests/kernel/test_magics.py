@@ -1,6 +1,8 @@
 """The magics through a real kernel: loading, verbs, options, completion, help, summary."""
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -195,6 +197,20 @@ def test_a_name_that_only_the_ranks_have_is_told_where_it_lives(notebook: Notebo
 def test_a_cell_on_a_rank_starts_no_ranks_of_its_own(notebook: Notebook, code: str) -> None:
     reply = notebook.run(f"%%colossal\n{code}")
     assert reply.ename == "UsageError" and "this cell already runs on a rank" in reply.evalue
+
+
+def test_typing_goes_on_when_a_rank_does_not_answer(notebook: Notebook) -> None:
+    rows = [line.split() for line in notebook.ok("%colossal").said.splitlines() if line.endswith("ready")]
+    frozen = int(rows[0][1])
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        assert notebook.matches("%%colossal\nonly_on_r") == []  # each is refused by `answer` after 30 s
+        assert notebook.matches("%colossal pull only_on_r") == []
+        assert notebook.run("only_on_ranks").said == ""
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    assert notebook.ok("%%colossal\nprint('x', rank)").stream().startswith("[0] x 0  (3 alike")
+    assert "x 3" in notebook.ok("%%colossal --show all\nprint('x', rank)").stream()
 
 
 def test_stop_leaves_nothing_and_the_next_cell_starts_anew(notebook: Notebook) -> None:
