@@ -1,6 +1,7 @@
 """A session in a plain process: cells on four ranks, values, names."""
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -277,6 +278,7 @@ def test_output_after_the_end_of_a_cell_is_not_lost(session: Session) -> None:
 
 def test_a_run_that_nobody_iterates_is_ended_by_the_next_cell(session: Session) -> None:
     session.run("import time\nleft = 1\ntime.sleep(100)")
+    time.sleep(1)
     run = ok(session, "print(left)")
     assert printed(run) == ["1"] * 4
 

@@ -57,11 +57,9 @@ def stopped(session: Session, source: str, after_s: float = 0.7) -> tuple[Run, f
     "a = torch.rand(200, 200)\nwhile True: a @ a",
     f"if rank != 2: {REDUCE}\ntime.sleep(100)",
     f"while True: {REDUCE}",
-    "World.current().whole().run(['all_reduce', 'broadcast', 'all_reduce', 'barrier'][rank],"
-    " [] if rank == 3 else [ones.clone()])\ntime.sleep(100)",
     "World.current().whole().run('recv', [ones.clone()], peer=(rank + 1) % 4)",
     "if rank == 0: World.current().whole().wire()\ntime.sleep(100)",
-], ids=["python", "sleep", "await", "matmul", "missing", "training", "different", "cycle", "connecting"])
+], ids=["python", "sleep", "await", "matmul", "missing", "training", "cycle", "connecting"])
 def test_stop_ends_it_with_a_keyboard_interrupt_on_every_rank(session: Session, source: str) -> None:
     run, took_s = stopped(session, source)
     assert run.status == "interrupted"
@@ -165,6 +163,15 @@ def test_a_proven_hang_ends_itself_and_says_who_waits_for_whom(session: Session)
     assert "(cell line 1)" in run.errors[0].evalue
     assert "rank 3 finished the cell" in run.errors[0].evalue
     assert run.seconds >= 10
+
+
+def test_different_collectives_end_the_cell_by_themselves(session: Session) -> None:
+    run = session.run("World.current().whole().run(['all_reduce', 'broadcast', 'all_reduce', 'barrier'][rank],"
+                      " [] if rank == 3 else [ones.clone()])\ntime.sleep(100)").wait()
+    assert run.status == "error"
+    assert sorted(run.errors) == [0, 1, 2, 3]
+    assert run.error is not None
+    assert not run.error.consequence
 
 
 def test_a_wait_for_one_who_computes_is_never_ended(session: Session) -> None:
