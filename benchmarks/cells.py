@@ -2,7 +2,7 @@
 
 import argparse
 
-from harness import Figures, Kernel, Row, finish
+from harness import Figures, Row, both, finish
 
 OURS, PEER = "%%colossal\nx = 1", "%%px\nx = 1"
 
@@ -13,18 +13,12 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=200)
     options = parser.parse_args()
     ours_s, peer_s = [], []
-    with Kernel() as ours, Kernel() as peer:
-        ours.run("%load_ext colossal_nb")
-        ours.run("%colossal start -n 4")
-        peer.run("import ipyparallel as ipp\ncluster = ipp.Cluster(n=4, log_level=40)")
-        peer.run("client = cluster.start_and_connect_sync(activate=True)")
+    with both() as (ours, peer):
         for number in range(options.cells + 10):
             mine, theirs = ours.run(OURS).seconds, peer.run(PEER).seconds
             if number >= 10:
                 ours_s.append(mine)
                 peer_s.append(theirs)
-        ours.run("%colossal stop")
-        peer.run("cluster.stop_cluster_sync()")
     o, p = Figures.of(ours_s), Figures.of(peer_s)
     finish(
         "cells",

@@ -7,7 +7,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty
@@ -16,6 +17,11 @@ from typing import Any, Self
 from jupyter_client.manager import KernelManager
 
 RESULTS = Path("build/bench")
+PEER_START = """import ipyparallel as ipp
+cluster = ipp.Cluster(n=4, log_level=40)
+client = cluster.start_and_connect_sync(activate=True)
+client[:].scatter('rank', range(4), flatten=True, block=True)
+"""
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,26 @@ class Kernel:
         return json.loads(shown.split("\x02")[1].split("\x03")[0])
 
 
-def _rank(work: Callable[..., None], rank: int, folder: str, answers: Any, arguments: tuple[Any, ...]) -> None:
+@contextmanager
+def peer() -> Iterator[tuple[Kernel, float]]:
+    """A kernel whose `%%px` runs on 4 engines that know their `rank`, and the seconds that their start took."""
+    with Kernel() as kernel:
+        seconds = kernel.run(PEER_START).seconds
+        yield kernel, seconds
+        kernel.run("cluster.stop_cluster_sync()")
+
+
+@contextmanager
+def both() -> Iterator[tuple[Kernel, Kernel]]:
+    """Ours and the peer, 4 engines each, ready for cells."""
+    with Kernel() as ours, peer() as (theirs, _):
+        ours.run("%load_ext colossal_nb")
+        ours.run("%colossal start -n 4")
+        yield ours, theirs
+        ours.run("%colossal stop")
+
+
+def _rank(work: Callable[..., Any], rank: int, folder: str, answers: Any, arguments: tuple[Any, ...]) -> None:
     import torch
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))

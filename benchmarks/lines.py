@@ -2,7 +2,7 @@
 
 import argparse
 
-from harness import Figures, Kernel, Row, finish
+from harness import Figures, Kernel, Row, both, finish
 
 COUNT = 10_000
 BODY = f"""for i in range({COUNT}):
@@ -22,12 +22,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     ours_s, peer_s, ours_bytes, peer_bytes, lines = [], [], [], [], []
-    with Kernel() as ours, Kernel() as peer:
-        ours.run("%load_ext colossal_nb")
-        ours.run("%colossal start -n 4")
-        peer.run("import ipyparallel as ipp\ncluster = ipp.Cluster(n=4, log_level=40)")
-        peer.run("client = cluster.start_and_connect_sync(activate=True)")
-        peer.run("client[:].scatter('rank', range(4), flatten=True, block=True)")
+    with both() as (ours, peer):
         for number in range(options.rounds + 1):
             mine, theirs = ours.run(f"%%colossal --out run\n{BODY}"), peer.run(f"%%px\n{BODY}")
             lines.append(reached(ours))
@@ -36,8 +31,6 @@ def main() -> None:
                 peer_s.append(theirs.seconds)
                 ours_bytes.append(float(mine.page_bytes))
                 peer_bytes.append(float(theirs.page_bytes))
-        ours.run("%colossal stop")
-        peer.run("cluster.stop_cluster_sync()")
     o, p, ob, pb = (Figures.of(values) for values in (ours_s, peer_s, ours_bytes, peer_bytes))
     whole = 4 * COUNT
     finish(

@@ -8,7 +8,7 @@ Runs alternate; each has a kernel of its own.
 import argparse
 import time
 
-from harness import Figures, Kernel, Row, finish
+from harness import Figures, Kernel, Row, finish, peer
 
 LOAD = "%load_ext colossal_nb"
 OURS = """%%colossal dp=4
@@ -16,10 +16,6 @@ import torch, torch.distributed as dist
 x = torch.ones(1)
 dist.all_reduce(x)
 assert x.item() == 4
-"""
-PEER_START = """import ipyparallel as ipp
-cluster = ipp.Cluster(n=4, log_level=40)
-client = cluster.start_and_connect_sync(activate=True)
 """
 PEER_CELL = """%%px
 import os, torch, torch.distributed as dist
@@ -44,15 +40,10 @@ def cold() -> float:
         return kernel.run(LOAD).seconds + kernel.run(OURS).seconds
 
 
-def peer(number: int) -> float:
+def theirs(number: int) -> float:
     """Seconds of ipyparallel's start, torch's import and the process group."""
-    with Kernel() as kernel:
-        path = f"/tmp/bench_start_{time.time_ns()}_{number}"
-        seconds = kernel.run(PEER_START).seconds
-        seconds += kernel.run("client[:].scatter('rank', range(4), flatten=True, block=True)").seconds
-        seconds += kernel.run(PEER_CELL.format(path=path)).seconds
-        kernel.run("cluster.stop_cluster_sync()")
-        return seconds
+    with peer() as (kernel, start_s):
+        return start_s + kernel.run(PEER_CELL.format(path=f"/tmp/bench_start_{time.time_ns()}_{number}")).seconds
 
 
 def main() -> None:
@@ -64,7 +55,7 @@ def main() -> None:
     warm_s, cold_s, peer_s = [], [], []
     for number in range(options.rounds):
         warm_s.append(warm(options.pause))
-        peer_s.append(peer(number))
+        peer_s.append(theirs(number))
         cold_s.append(cold())
     w, c, p = Figures.of(warm_s), Figures.of(cold_s), Figures.of(peer_s)
     finish(
