@@ -1,14 +1,19 @@
-"""A real ipykernel, driven as a front end drives it."""
+"""A real ipykernel, driven as a front end drives it; sessions in a plain process; what their tests share."""
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from jupyter_client.manager import KernelManager, start_new_kernel
+
+from colossal_nb.run import Run
+from colossal_nb.session import Session
+
+ALL = (0, 1, 2, 3)                                     # the ranks of `session`
 
 
 @dataclass
@@ -118,3 +123,27 @@ def notebook() -> Iterator[Notebook]:
         yield found
     finally:
         found.close()
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """Four engines and no notebook."""
+    made = Session()
+    made.start(len(ALL))
+    yield made
+    made.stop()
+
+
+def printed(run: Run) -> list[str]:
+    """What each rank printed, without the white space around it."""
+    return [run.text(rank).strip() for rank in run.ranks]
+
+
+def eventually(fact: Callable[[], bool], limit_s: float = 10.0) -> bool:
+    """Whether something becomes true in time."""
+    end = time.monotonic() + limit_s
+    while not fact():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True

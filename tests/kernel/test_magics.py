@@ -5,22 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Notebook
-
-
-def eventually(fact: Callable[[], bool], limit_s: float = 60) -> bool:
-    """Whether something becomes true in time. The first completion imports what completes."""
-    end = time.monotonic() + limit_s
-    while not fact():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
+from conftest import Notebook, eventually
 
 
 def test_loading_imports_no_torch_and_again_changes_nothing(notebook: Notebook) -> None:
@@ -119,7 +107,8 @@ def test_fields_values_options_and_verbs_are_completed(notebook: Notebook) -> No
 
 def test_the_ranks_variables_are_completed_and_explained_below_the_line(notebook: Notebook) -> None:
     notebook.ok('%%colossal\ndef only_on_ranks(x):\n    """Doubles."""\nclass Thing:\n    some_field = 1')
-    assert eventually(lambda: notebook.matches("%%colossal\nonly_on_r") == ["only_on_ranks"])
+    # The first completion imports what completes.
+    assert eventually(lambda: notebook.matches("%%colossal\nonly_on_r") == ["only_on_ranks"], 60)
     assert "some_field" in [match.split(".")[-1] for match in notebook.matches("%%colossal\nx = 1\nThing.some_f")]
     code = "%%colossal tp=2\nonly_on_ranks"
     reply = notebook.inspect(code, len(code) - 3)
@@ -217,7 +206,7 @@ def test_stop_leaves_nothing_and_the_next_cell_starts_anew(notebook: Notebook) -
     pids = [int(line.split()[1]) for line in notebook.ok("%colossal").said.splitlines() if line.endswith("ready")]
     assert len(pids) == 4
     assert notebook.ok("%colossal stop").said == "stopped 4 engines"
-    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+    assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert notebook.ok("%colossal stop").said == "no engines run"
     assert notebook.ok("%%colossal tp=2\nprint(world_size)").stream() == "2\n"
 

@@ -6,15 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conftest import eventually, printed
 
-from colossal_nb.run import RankState, Run
+from colossal_nb.run import RankState
 from colossal_nb.session import Session
 
-GONE_S = 10.0
 REDUCE = "World.current().whole().run('all_reduce', [x])"
 SUM = f"import torch\nfrom colossal_nb.parallel.world import World\nx = torch.ones(1)\n{REDUCE}\nprint(x.item(), rank)"
 
@@ -48,15 +48,6 @@ def alive(pids: set[int]) -> set[int]:
     return found
 
 
-def eventually(what: Callable[[], bool], limit_s: float = GONE_S) -> bool:
-    end = time.monotonic() + limit_s
-    while not what():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def supervisor_of(session: Session) -> int:
     client = session._upkeep.present
     assert client is not None
@@ -69,12 +60,9 @@ def directory_of(session: Session) -> Path:
     return client.link.directory
 
 
-def sums(run: Run) -> list[str]:
-    return [run.text(rank).strip() for rank in run.ranks]
-
-
 @pytest.fixture
 def session() -> Iterator[Session]:
+    """One for each test, and nothing started: these tests end what they start."""
     made = Session()
     yield made
     made.stop()
@@ -93,7 +81,7 @@ def test_warm_returns_at_once_and_a_cell_sent_at_once_waits_for_the_start(sessio
     session.warm()
     assert time.monotonic() - begin < 0.5              # it starts processes in a thread; the start takes seconds
     assert session.engines == 0
-    assert sums(session.run(SUM, "dp=2").wait()) == ["2.0 0", "2.0 1"]
+    assert printed(session.run(SUM, "dp=2").wait()) == ["2.0 0", "2.0 1"]
     assert session.engines == 2
 
 
@@ -102,9 +90,9 @@ def test_the_cluster_grows_with_copies_of_the_names_and_never_shrinks(session: S
     session.run("class Mine:\n    held = 5\nvalue = Mine()\nstream = (i for i in range(3))\nimport math").wait()
     run = session.run("print(rank, world_size, value.held, math.pi > 3)", "dp=4").wait()
     assert run.status == "ok", run.errors
-    assert sums(run) == [f"{rank} 4 5 True" for rank in range(4)]
+    assert printed(run) == [f"{rank} 4 5 True" for rank in range(4)]
     assert any("ranks 2, 3 are new" in note and "stream (cannot be copied" in note for note in run.notes), run.notes
-    assert sums(session.run(SUM).wait()) == [f"4.0 {rank}" for rank in range(4)]
+    assert printed(session.run(SUM).wait()) == [f"4.0 {rank}" for rank in range(4)]
     run = session.run("print(rank)", "dp=2").wait()
     assert (run.ranks, session.engines) == ((0, 1), 4)
 
@@ -117,7 +105,7 @@ def test_parallel_objects_are_named_as_missing_on_a_new_rank(session: Session) -
                 "for p in model.parameters():\n"
                 "    set_layout(p, Layout(tuple(p.shape), 'float32', Mesh({}), (Replicate(),) * 4))\nplain = 3").wait()
     run = session.run("print(plain, 'model' in globals())", "dp=2").wait()
-    assert sums(run) == ["3 True", "3 False"], run.errors
+    assert printed(run) == ["3 True", "3 False"], run.errors
     assert any("model (is parallel)" in note and "optimizer (is parallel)" in note for note in run.notes), run.notes
 
 
@@ -152,7 +140,7 @@ def test_a_death_is_named_the_others_released_the_rank_replaced(shared: Session,
     assert {run.errors[rank].consequence for rank in (0, 2)} == {True}
     assert [state.rank for state in states if state.state == "dead"] == [1]
     assert any("rank 1 is replaced" in note for note in run.notes), run.notes
-    assert sums(shared.run(SUM).wait()) == ["3.0 0", "3.0 1", "3.0 2"]
+    assert printed(shared.run(SUM).wait()) == ["3.0 0", "3.0 1", "3.0 2"]
     assert [shared.pull("kept", rank) for rank in range(3)] == [{"rank": 0}, {"rank": 0}, {"rank": 2}]
     assert shared.status().deaths[-1].how == how
 
@@ -164,14 +152,14 @@ def test_a_death_between_cells_is_mended_before_the_next(shared: Session) -> Non
     assert eventually(lambda: not alive({pid}) and shared.status().members[2][1:] != (pid, "ready"))
     run = shared.run(f"{SUM}\nprint(kept)").wait()
     assert run.status == "ok", run.errors
-    assert sums(run) == ["3.0 0\nyes", "3.0 1\nyes", "3.0 2\nyes"]
+    assert printed(run) == ["3.0 0\nyes", "3.0 1\nyes", "3.0 2\nyes"]
     assert any("rank 2 is replaced" in note for note in run.notes), run.notes
 
 
 def test_two_ranks_die_at_once(shared: Session) -> None:
     run = shared.run("import os\nif rank: os._exit(rank)\nimport time; time.sleep(0.2)").wait()
     assert sorted(run.errors) == [1, 2]
-    assert sums(shared.run(SUM).wait()) == ["3.0 0", "3.0 1", "3.0 2"]
+    assert printed(shared.run(SUM).wait()) == ["3.0 0", "3.0 1", "3.0 2"]
 
 
 def test_a_rank_is_restarted_on_request(shared: Session) -> None:
@@ -180,7 +168,7 @@ def test_a_rank_is_restarted_on_request(shared: Session) -> None:
     notes = shared.restart(0)
     assert any("rank 0 is replaced" in note for note in notes)
     assert shared.status().members[0][1] != before
-    assert sums(shared.run(SUM).wait()) == ["3.0 0", "3.0 1", "3.0 2"]
+    assert printed(shared.run(SUM).wait()) == ["3.0 0", "3.0 1", "3.0 2"]
     assert shared.pull("kept", 0) == 1
     with pytest.raises(ValueError, match="there is no rank 7"):
         shared.restart(7)
@@ -201,7 +189,7 @@ def test_the_environment_of_a_rank(shared: Session) -> None:
                      " os.umask(0o22))\nos.umask(0o22)")
     mask = os.umask(0o022)
     os.umask(mask)
-    assert sums(run.wait()) == [f"{rank} {rank} 3 True True {mask}" for rank in range(3)]
+    assert printed(run.wait()) == [f"{rank} {rank} 3 True True {mask}" for rank in range(3)]
 
 
 def test_stop_is_silent_quick_and_complete(session: Session, capfd: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +208,7 @@ def test_stop_is_silent_quick_and_complete(session: Session, capfd: pytest.Captu
     assert not directory.exists()
     assert capfd.readouterr() == ("", "")
     assert session.status().engines == 0
-    assert sums(session.run("print(rank)", "dp=2").wait()) == ["0", "1"]      # and it can start again
+    assert printed(session.run("print(rank)", "dp=2").wait()) == ["0", "1"]      # and it can start again
 
 
 def test_restart_of_all(session: Session) -> None:
@@ -247,7 +235,7 @@ def test_the_loss_of_a_process_that_all_need_is_named_and_the_next_cell_starts_a
     assert any("starts a new cluster" in note for note in run.notes), run.notes
     assert eventually(lambda: not alive(pids)), alive(pids)
     assert eventually(lambda: not directory.exists())
-    assert sums(session.run("print(rank)", "dp=2").wait()) == ["0", "1"]
+    assert printed(session.run("print(rank)", "dp=2").wait()) == ["0", "1"]
 
 
 OWNER = """
@@ -285,10 +273,10 @@ def test_two_sessions_do_not_interfere(session: Session, shared: Session) -> Non
     session.run("mine = 'a'").wait()
     shared.run("mine = 'b'").wait()
     run = shared.run("import time; time.sleep(1)\nprint(mine)")
-    assert sums(session.run("print(mine)").wait()) == ["a", "a"]
+    assert printed(session.run("print(mine)").wait()) == ["a", "a"]
     session.stop()
-    assert sums(run.wait()) == ["b", "b", "b"]
-    assert sums(shared.run(SUM).wait()) == ["3.0 0", "3.0 1", "3.0 2"]
+    assert printed(run.wait()) == ["b", "b", "b"]
+    assert printed(shared.run(SUM).wait()) == ["3.0 0", "3.0 1", "3.0 2"]
 
 
 def test_a_rank_that_cannot_start_is_named(session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,35 +2,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ALL, printed
 
 from colossal_nb.cluster.client import RankFailed
 from colossal_nb.run import Output, RankState, Run
 from colossal_nb.session import Session
-
-ALL = (0, 1, 2, 3)
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    made = Session()
-    made.start(4)
-    yield made
-    made.stop()
 
 
 def ok(session: Session, source: str, *args: Any, **options: Any) -> Run:
     run = session.run(source, *args, **options).wait()
     assert run.status == "ok", {rank: (error.ename, error.evalue) for rank, error in run.errors.items()}
     return run
-
-
-def printed(run: Run) -> list[str]:
-    return [run.text(rank).strip() for rank in run.ranks]
 
 
 def test_every_rank_runs_the_cell_and_keeps_its_variables(session: Session) -> None:

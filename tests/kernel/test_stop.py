@@ -8,23 +8,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from conftest import ALL
 
 from colossal_nb.cluster.client import RankFailed
 from colossal_nb.run import Run
 from colossal_nb.session import Session
 
-ALL = (0, 1, 2, 3)
 REDUCE = "World.current().whole().run('all_reduce', [ones.clone()])"
 CHECK = "total = ones.clone()\nWorld.current().whole().run('all_reduce', [total])\nprint(total.item(), kept)"
 LIMIT_S = 20.0                # a hang; what should take a fraction of a second may take some on a busy machine
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    made = Session()
-    made.start(4)
-    yield made
-    made.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -165,14 +157,49 @@ def test_a_proven_hang_ends_itself_and_says_who_waits_for_whom(session: Session)
     assert run.seconds >= 10
 
 
-def test_different_first_collectives_end_the_cell_by_themselves(session: Session) -> None:
-    session.run("1 / 0").wait()                        # new groups: signatures are compared at their first use
-    run = session.run("World.current().whole().run(['all_reduce', 'broadcast', 'all_reduce', 'barrier'][rank],"
-                      " [] if rank == 3 else [ones.clone()])\ntime.sleep(100)").wait()
+DIFFERENT = (
+    "World.current().whole().run(['all_reduce', 'broadcast', 'all_reduce', 'barrier'][rank],"
+    " [] if rank == 3 else [torch.ones([1, 5, 4000, 1][rank])])\ntime.sleep(100)"
+)
+MODEL = """import colossal_nb as cnb
+torch.manual_seed(0)
+model = cnb.models.MLP(features=8, hidden=16, classes=4, layers=4)
+model, optimizer = cnb.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+x, y = torch.randn(8, 8), torch.arange(8) % 4
+def step(): return cnb.forward_backward(model, torch.nn.functional.cross_entropy, x, y)
+step()
+"""
+
+
+@pytest.mark.parametrize("before", ["", f"{REDUCE}\nWorld.current().whole().run('barrier', [])\n"], ids=["new", "used"])
+def test_different_collectives_end_the_cell_by_themselves(session: Session, before: str) -> None:
+    session.run("1 / 0").wait()                        # new groups
+    run = session.run(before + DIFFERENT).wait()
     assert run.status == "error"
     assert sorted(run.errors) == [0, 1, 2, 3]
     assert run.error is not None
+    assert run.error.ename == "Mismatch"
+    assert "the ranks of a group call different operations: rank 0 " in run.error.evalue
     assert not run.error.consequence
+
+
+@pytest.mark.parametrize("strategy", ["dp=4", "tp=4", "pp=4", "tp=2 pp=2"])
+@pytest.mark.parametrize("odd", [
+    "if rank == 1:\n    with torch.no_grad(): model(x)\nfor _ in range(3): step()",
+    "if rank == 1: step()\nwith torch.no_grad(): model(x)\nstep()",
+    "if rank != 2: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nstep()\nstep()",
+    "if rank == 0: print(len(model.state_dict()))\nstep()",
+], ids=["one-evaluates", "one-trains", "one-does-not-clip", "one-saves"])
+def test_ranks_that_part_inside_a_parallel_model_lose_nothing(session: Session, strategy: str, odd: str) -> None:
+    pids = [pid for _, pid, _ in session.status().members]
+    assert session.run(MODEL, strategy).wait().status == "ok"
+    run, _took_s = stopped(session, f"{odd}\ntime.sleep(100)", after_s=10.0)
+    assert run.status in ("error", "interrupted")
+    assert "RankDied" not in {error.ename for error in run.errors.values()}
+    assert [pid for _, pid, _ in session.status().members] == pids
+    run = session.run("loss = step().item()\nprint(loss)").wait()
+    assert run.status == "ok", run.errors
+    assert len({run.text(rank) for rank in ALL}) == 1
 
 
 def test_a_wait_for_one_who_computes_is_never_ended(session: Session) -> None:
