@@ -1,9 +1,8 @@
-"""Pipelines on real ranks: gradients, updates and outputs equal the whole model's; what is sent is what is needed."""
+"""Pipelines on real ranks: gradients, updates and outputs equal the whole model's."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import Any
 
 import pipeline_models as zoo
@@ -16,23 +15,14 @@ from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, Strategy
-from colossal_nb.record.store import RecordBuilder
 
 SIZES = (3, 2, 2, 3)  # samples per microbatch: they may differ, and so may their order
-
-
-def loss_of(output: Any, number: int) -> tuple[Tensor, float]:
-    """A weight of its own for every element, so that no gradient is zero by symmetry."""
-    total = torch.zeros((), dtype=torch.float64)
-    for leaf in leaves(output):
-        total = total + (leaf * torch.linspace(-3, 4, leaf.numel(), dtype=leaf.dtype).view_as(leaf).sin()).sum()
-    return total * (1 + number), total.item()
 
 
 def whole_step(model: nn.Module, batches: list[zoo.Batch]) -> list[float]:
     kept = []
     for number, (args, kwargs) in enumerate(batches):
-        loss, value = loss_of(model(*copy.deepcopy(args), **kwargs), number)
+        loss, value = zoo.loss_of(model(*copy.deepcopy(args), **kwargs), number)
         loss.backward()
         kept.append(value)
     return kept
@@ -71,7 +61,7 @@ def train(name: str, text: str, steps: int = 2) -> dict[str, Any]:
     for step in range(steps):
         batches = [zoo.batch(name, samples, seed=10 * step + n) for n, samples in enumerate(SIZES)]
         expected = whole_step(whole, batches)
-        kept = parallel.run_step(batches, loss_of)
+        kept = parallel.run_step(batches, zoo.loss_of)
         if parallel.stage.is_last:
             assert kept == pytest.approx(expected, rel=1e-12)
         else:
@@ -139,76 +129,6 @@ def test_two_replicas_run_a_chain_each(ranks: Any) -> None:
         assert found["outputs"] <= 1e-10
 
 
-def layouts(name: str) -> dict[str, Any]:
-    world = World.current()
-    strategy = Strategy.parse("pp=4 microbatches=4").filled(4)
-    mesh = strategy.mesh(4)
-    model = zoo.build(name)
-    parallel = pipeline.apply(model, mesh, strategy, zoo.batch(name, 2), pruned=False)
-    assert not any(p.isnan().any() for p in model.parameters())
-    parallel.prune()
-    found = {}
-    for parameter_name, p in model.named_parameters():
-        layout = layout_of(p)
-        assert layout is not None
-        found[parameter_name] = str(layout.placement("pp"))
-        assert (layout.slices(world.rank) is None) == bool(p.isnan().all())
-        assert layout.global_shape == tuple(p.shape)
-    return found
-
-
-def test_layouts_say_which_stages_hold_a_parameter(ranks: Any) -> None:
-    results = ranks(4).run(layouts, "tied gpt")
-    assert all(found == results[0] for found in results)
-    assert results[0]["blocks.2.up.weight"] == "On(coordinate=2, copies=())"
-    assert results[0]["token.weight"] == "On(coordinate=0, copies=(3,))"
-    shared = ranks(4).run(layouts, "one block four times")[0]
-    assert shared["blocks.0.up.weight"] == "Replicate()"
-
-
-def recorded(name: str, text: str) -> list[tuple[Any, ...]]:
-    world = World.current()
-    strategy = Strategy.parse(text).filled(world.world_size)
-    model = zoo.build(name)
-    parallel = pipeline.apply(model, strategy.mesh(world.world_size), strategy, zoo.batch(name, 2))
-    batches = [zoo.batch(name, 2, seed=n) for n in range(4)]
-    parallel.run_step(batches, loss_of)
-    world.recorder.drain()
-    parallel.run_step(batches, loss_of)
-    builder = RecordBuilder()
-    builder.feed(world.recorder.drain())
-    slices = builder.record().slices
-    return [(s["kind"], int(s["stage"]), int(s["microbatch"]), int(s["payload_bytes"]), s["of"]) for s in slices]
-
-
-ONE_FORWARD_ONE_BACKWARD = (
-    "F0F1F2F3B0B1B2B3",
-    "F0F1F2B0F3B1B2B3",
-    "F0F1B0F2B1F3B2B3",
-    "F0B0F1B1F2B2F3B3",
-)
-
-
-def test_a_gpt_step_sends_one_activation_and_one_gradient_per_cut_and_microbatch(ranks: Any) -> None:
-    activation = 2 * zoo.LENGTH * zoo.WIDTH * 8  # samples x tokens x width, float64
-    results = ranks(4).run(recorded, "gpt", "pp=4 microbatches=4")
-    for stage, slices in enumerate(results):
-        kinds = Counter(kind for kind, *_ in slices)
-        inner = (stage > 0) + (stage < 3)
-        assert kinds == Counter({"F": 4, "B": 4, "send": 4 * inner, "recv": 4 * inner})
-        assert {payload for kind, *_, payload, _ in slices if kind in ("send", "recv")} == {activation}
-        order = "".join(f"{kind}{microbatch}" for kind, _, microbatch, *_ in slices if kind in "FB")
-        assert order == ONE_FORWARD_ONE_BACKWARD[stage]
-        assert {s for kind, s, *_ in slices if kind in "FB"} == {stage}
-
-
-def test_tied_weights_add_one_all_reduce_between_their_stages(ranks: Any) -> None:
-    results = ranks(4).run(recorded, "tied gpt", "pp=4 microbatches=4")
-    reduces = [[s for s in slices if s[0] == "all_reduce"] for slices in results]
-    assert [len(found) for found in reduces] == [1, 0, 0, 1]
-    assert reduces[0][0][3] == zoo.VOCABULARY * zoo.WIDTH * 8
-
-
 def accumulates() -> tuple[float, bool]:
     """Gradients are added to what was there, also those of shared parameters."""
     world = World.current()
@@ -218,7 +138,7 @@ def accumulates() -> tuple[float, bool]:
     parallel = pipeline.apply(model, strategy.mesh(2), strategy, zoo.batch("tied gpt", 2))
     batches = [zoo.batch("tied gpt", 2, seed=n) for n in range(2)]
     for _ in range(3):
-        parallel.run_step(batches, loss_of)
+        parallel.run_step(batches, zoo.loss_of)
         whole_step(whole, batches)
     held = set(parallel.stages[world.rank])
     return worst(model, whole, held, "grad"), "token.weight" in held
@@ -245,24 +165,6 @@ def test_a_refusal_is_the_same_on_all_ranks(ranks: Any) -> None:
     assert texts[0] == texts[1]
 
 
-def borders_met() -> list[tuple[int, int]]:
-    strategy = Strategy.parse("pp=2 microbatches=2").filled(2)
-    met: list[tuple[int, int]] = []
-    parallel = pipeline.apply(zoo.build("mlp"), strategy.mesh(2), strategy, zoo.batch("mlp", 2))
-    parallel.run_step(
-        [zoo.batch("mlp", 2, seed=n) for n in range(2)], loss_of, borders=lambda n, site: met.append((n, site))
-    )
-    return met
-
-
-def test_borders_around_units_have_the_same_numbers_on_every_stage(ranks: Any) -> None:
-    first, last = ranks(2).run(borders_met)
-    assert {site for _, site in first} >= {0, 1, 2, 3, 4}
-    assert (0, 0) in last
-    assert max(site for _, site in last) == 8  # after the fourth unit
-    assert 1 not in {site for _, site in last}  # unit 0 runs on the first stage alone
-
-
 def frozen(prefixes: list[str]) -> tuple[float, list[str]]:
     """Gradients of what still trains, and what has none, when parts are frozen after parallelizing."""
     world = World.current()
@@ -274,7 +176,7 @@ def frozen(prefixes: list[str]) -> tuple[float, list[str]]:
         for name, p in each.named_parameters():
             p.requires_grad_(not any(name.startswith(prefix) for prefix in prefixes))
     batches = [zoo.batch("gpt", 2, seed=n) for n in range(2)]
-    parallel.run_step(batches, loss_of)
+    parallel.run_step(batches, zoo.loss_of)
     whole_step(whole, batches)
     held = set(parallel.stages[world.rank])
     return worst(model, whole, held, "grad"), [n for n, p in model.named_parameters() if n in held and p.grad is None]
@@ -301,7 +203,7 @@ def fails_and_goes_on() -> tuple[str, float]:
     def breaks(output: Any, number: int) -> tuple[Tensor, float]:
         if number == 1:
             raise ArithmeticError("in the loss")
-        return loss_of(output, number)
+        return zoo.loss_of(output, number)
 
     try:
         parallel.run_step(batches, breaks)
@@ -312,7 +214,7 @@ def fails_and_goes_on() -> tuple[str, float]:
     world.regroup(world.epoch + 1, (0, 1))
     assert model.token.weight.grad is None  # half a sum is no gradient of a shared parameter
     model.zero_grad()
-    parallel.run_step(batches, loss_of)
+    parallel.run_step(batches, zoo.loss_of)
     whole_step(whole, batches)
     return error, worst(model, whole, set(parallel.stages[world.rank]), "grad")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pipeline_models as zoo
 import pytest
 import torch
+import trunk_models as trunk
 from torch import nn
 
 from colossal_nb.models import GPT
@@ -58,7 +59,7 @@ def test_a_dropped_holder_is_seen() -> None:
             prove(model, bad, args, kwargs)
 
 
-class Sneaky(zoo.Trunk):
+class Sneaky(trunk.Trunk):
     """Hands a tensor to a later block through a Python list of floats: the record cannot see that."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -129,7 +130,7 @@ def test_dropout_does_not_reject_a_right_split() -> None:
 
 
 def test_outputs_that_are_not_finite_by_themselves_are_compared_where_they_are_finite() -> None:
-    class Masked(zoo.Trunk):
+    class Masked(trunk.Trunk):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             return super().forward(tokens).masked_fill(torch.arange(zoo.VOCABULARY) == 3, float("-inf"))
 
@@ -139,7 +140,7 @@ def test_outputs_that_are_not_finite_by_themselves_are_compared_where_they_are_f
 
 
 def test_another_way_in_eval_mode_is_refused_not_answered_with_nan() -> None:
-    class Moody(zoo.Trunk):
+    class Moody(trunk.Trunk):
         """In eval mode the first block's output is used once more at the end."""
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -189,7 +190,7 @@ def test_the_proof_brings_gradients_and_hooks_back() -> None:
 
 
 def test_a_forward_that_skips_units_is_refused_with_their_names() -> None:
-    class Short(zoo.Trunk):
+    class Short(trunk.Trunk):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.embedding(tokens) * self.scale
             for block in self.blocks[: 4 if self.training else 2]:
@@ -245,7 +246,7 @@ def test_a_head_that_the_loss_leaves_out_and_an_expert_that_nobody_chose_are_no_
     stepped(model, names, called, *args, head=0).check()
     assert model.other.weight.grad is None
     torch.manual_seed(0)
-    routed = zoo.Routed().double()
+    routed = trunk.Routed().double()
     both, one = torch.tensor([[0, 1], [1, 0]]), torch.tensor([[0, 1], [2, 0]])
     names, called = with_gradient(routed, (both,), {}), {name for name, _ in routed.named_modules()}
     stepped(routed, names, called, one).check()

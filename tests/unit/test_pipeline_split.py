@@ -7,6 +7,7 @@ import itertools
 import pipeline_models as zoo
 import pytest
 import torch
+import trunk_models as trunk
 from torch import nn
 
 from colossal_nb.models import GPT
@@ -95,7 +96,7 @@ def test_blocks_inside_blocks_count() -> None:
     class Level(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = nn.ModuleList(zoo.Block() for _ in range(2))
+            self.inner = nn.ModuleList(trunk.Block() for _ in range(2))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.inner:
@@ -125,7 +126,7 @@ def test_more_stages_than_parts_are_refused() -> None:
 
 
 def test_a_tensor_left_on_a_block_is_refused_by_name() -> None:
-    model = zoo.Stash().double()
+    model = trunk.Stash().double()
     record = trace(model, *zoo.tokens(2))
     for stages in (2, 4):
         with pytest.raises(ValueError, match=r"made inside a block is read outside it.*blocks\.0"):

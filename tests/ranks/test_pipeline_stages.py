@@ -1,0 +1,102 @@
+"""Who holds, sends and counts what in a pipeline: every stage its own part, and between stages what is needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pipeline_models as zoo
+
+from colossal_nb.parallel import pipeline
+from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.world import World
+from colossal_nb.plan import Strategy
+from colossal_nb.record.store import RecordBuilder
+
+
+def layouts(name: str) -> dict[str, Any]:
+    world = World.current()
+    strategy = Strategy.parse("pp=4 microbatches=4").filled(4)
+    mesh = strategy.mesh(4)
+    model = zoo.build(name)
+    parallel = pipeline.apply(model, mesh, strategy, zoo.batch(name, 2), pruned=False)
+    assert not any(p.isnan().any() for p in model.parameters())
+    parallel.prune()
+    found = {}
+    for parameter_name, p in model.named_parameters():
+        layout = layout_of(p)
+        assert layout is not None
+        found[parameter_name] = str(layout.placement("pp"))
+        assert (layout.slices(world.rank) is None) == bool(p.isnan().all())
+        assert layout.global_shape == tuple(p.shape)
+    return found
+
+
+def test_layouts_say_which_stages_hold_a_parameter(ranks: Any) -> None:
+    results = ranks(4).run(layouts, "tied gpt")
+    assert all(found == results[0] for found in results)
+    assert results[0]["blocks.2.up.weight"] == "On(coordinate=2, copies=())"
+    assert results[0]["token.weight"] == "On(coordinate=0, copies=(3,))"
+    shared = ranks(4).run(layouts, "one block four times")[0]
+    assert shared["blocks.0.up.weight"] == "Replicate()"
+
+
+def recorded(name: str, text: str) -> list[tuple[Any, ...]]:
+    world = World.current()
+    strategy = Strategy.parse(text).filled(world.world_size)
+    model = zoo.build(name)
+    parallel = pipeline.apply(model, strategy.mesh(world.world_size), strategy, zoo.batch(name, 2))
+    batches = [zoo.batch(name, 2, seed=n) for n in range(4)]
+    parallel.run_step(batches, zoo.loss_of)
+    world.recorder.drain()
+    parallel.run_step(batches, zoo.loss_of)
+    builder = RecordBuilder()
+    builder.feed(world.recorder.drain())
+    slices = builder.record().slices
+    return [(s["kind"], int(s["stage"]), int(s["microbatch"]), int(s["payload_bytes"]), s["of"]) for s in slices]
+
+
+ONE_FORWARD_ONE_BACKWARD = (
+    "F0F1F2F3B0B1B2B3",
+    "F0F1F2B0F3B1B2B3",
+    "F0F1B0F2B1F3B2B3",
+    "F0B0F1B1F2B2F3B3",
+)
+
+
+def test_a_gpt_step_sends_one_activation_and_one_gradient_per_cut_and_microbatch(ranks: Any) -> None:
+    activation = 2 * zoo.LENGTH * zoo.WIDTH * 8  # samples x tokens x width, float64
+    results = ranks(4).run(recorded, "gpt", "pp=4 microbatches=4")
+    for stage, slices in enumerate(results):
+        kinds = Counter(kind for kind, *_ in slices)
+        inner = (stage > 0) + (stage < 3)
+        assert kinds == Counter({"F": 4, "B": 4, "send": 4 * inner, "recv": 4 * inner})
+        assert {payload for kind, *_, payload, _ in slices if kind in ("send", "recv")} == {activation}
+        order = "".join(f"{kind}{microbatch}" for kind, _, microbatch, *_ in slices if kind in "FB")
+        assert order == ONE_FORWARD_ONE_BACKWARD[stage]
+        assert {s for kind, s, *_ in slices if kind in "FB"} == {stage}
+
+
+def test_tied_weights_add_one_all_reduce_between_their_stages(ranks: Any) -> None:
+    results = ranks(4).run(recorded, "tied gpt", "pp=4 microbatches=4")
+    reduces = [[s for s in slices if s[0] == "all_reduce"] for slices in results]
+    assert [len(found) for found in reduces] == [1, 0, 0, 1]
+    assert reduces[0][0][3] == zoo.VOCABULARY * zoo.WIDTH * 8
+
+
+def borders_met() -> list[tuple[int, int]]:
+    strategy = Strategy.parse("pp=2 microbatches=2").filled(2)
+    met: list[tuple[int, int]] = []
+    parallel = pipeline.apply(zoo.build("mlp"), strategy.mesh(2), strategy, zoo.batch("mlp", 2))
+    parallel.run_step(
+        [zoo.batch("mlp", 2, seed=n) for n in range(2)], zoo.loss_of, borders=lambda n, site: met.append((n, site))
+    )
+    return met
+
+
+def test_borders_around_units_have_the_same_numbers_on_every_stage(ranks: Any) -> None:
+    first, last = ranks(2).run(borders_met)
+    assert {site for _, site in first} >= {0, 1, 2, 3, 4}
+    assert (0, 0) in last
+    assert max(site for _, site in last) == 8  # after the fourth unit
+    assert 1 not in {site for _, site in last}  # unit 0 runs on the first stage alone
