@@ -13,7 +13,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from colossal_nb.parallel.group import Released
+from colossal_nb.parallel.work import Released
 
 _OURS = os.path.dirname(__file__)
 _MOST_LINES = 6

@@ -2,21 +2,22 @@
 
 Gloo does not ask. A size that differs ends a rank's process (`EnforceNotMet`), a smaller broadcast silently fills a
 part, two different operations wait for each other for ever. So each rank first tells every other what it is about to
-do, in 160 bytes, and all of them raise where they differ.
+do, in a block of some 200 bytes, and raises where they differ.
 """
 
 import hashlib
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from colossal_nb.parallel.calls import Call
 from colossal_nb.parallel.forms import describe
 from colossal_nb.parallel.transports.gloo import Gloo
 from colossal_nb.parallel.transports.messages import Mismatch
 
-_DIGEST, _NUMBERS, _TEXT = 8, 16, 136
+_DIGEST, _TEXT = 8, 136
 _MOST_TENSORS_SHOWN = 4
 
 
@@ -36,43 +37,54 @@ def signature(op: str, call: Call) -> Signature:
     return Signature(op, call.detail, alike, tuple(call.got), tuple(call.given))
 
 
-def agree(wire: Gloo, mine: Signature, call: Call, index: int, names: tuple[int, ...]) -> None:
-    """Tell and ask everyone; raises Mismatch, with what each rank calls, where they differ.
+def block_bytes(size: int) -> int:
+    """Length of a block in a group of `size` ranks."""
+    return _DIGEST + _TEXT + 16 * size
+
+
+def block(mine: Signature, call: Call, size: int) -> bytes:
+    """What the others must know of a call: a digest of what is to be alike, its text, elements taken and given."""
+    digest = hashlib.blake2b(repr((mine.op, mine.detail, mine.alike)).encode(), digest_size=_DIGEST).digest()
+    text = _shown(mine, call).encode()[:_TEXT].ljust(_TEXT, b"\0")
+    numbers = [*(mine.got or [0] * size), *(mine.given or [0] * size)]
+    return digest + text + struct.pack(f"<{2 * size}q", *numbers)
+
+
+def exchanged(wire: Gloo, mine: bytes, size: int) -> list[bytes]:
+    """The blocks of all ranks, in one message from everyone to everyone."""
+    told = torch.frombuffer(bytearray(mine * size), dtype=torch.uint8)
+    heard = torch.empty_like(told)
+    wire.all_to_all(heard, told, [], []).wait()
+    whole = bytes(heard.tolist())
+    return [whole[at : at + len(mine)] for at in range(0, len(whole), len(mine))]
+
+
+def compare(blocks: Sequence[bytes | None], names: tuple[int, ...], op: str) -> None:
+    """Raises Mismatch, with what each rank calls, where the blocks differ; None is a rank that has not come yet.
 
     `names` are the global ranks of the group's members.
     """
-    size = len(names)
-    digest = hashlib.blake2b(repr((mine.op, mine.detail, mine.alike)).encode(), digest_size=_DIGEST).digest()
-    text = _shown(mine, call).encode()[:_TEXT].ljust(_TEXT, b"\0")
-    told = torch.stack([_block(digest, text, mine, other) for other in range(size)])
-    heard = torch.empty_like(told)
-    wire.all_to_all(heard.view(-1), told.view(-1), [], []).wait()
-    blocks = [bytes(block.tolist()) for block in heard]
-    if any(block[:_DIGEST] != digest for block in blocks):
-        calls = [block[_DIGEST + _NUMBERS :].rstrip(b"\0").decode(errors="replace") for block in blocks]
-        said = ", ".join(f"rank {name} calls {what}" for name, what in zip(names, calls, strict=True))
-        raise Mismatch(f"the ranks of a group call different operations: {said}; nothing was transferred")
-    for other, block in enumerate(blocks):
-        _compare_pair(mine, block, other, index, names)
-
-
-def _block(digest: bytes, text: bytes, mine: Signature, other: int) -> Tensor:
-    got, given = (numbers[other] if numbers else 0 for numbers in (mine.got, mine.given))
-    packed = digest + given.to_bytes(8, "little") + got.to_bytes(8, "little") + text
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-
-def _compare_pair(mine: Signature, block: bytes, other: int, index: int, names: tuple[int, ...]) -> None:
-    if not mine.got:
+    known = {index: each for index, each in enumerate(blocks) if each is not None}
+    if len({each[:_DIGEST] for each in known.values()}) > 1:
+        said = [f"rank {name} {_said(each)}" for name, each in zip(names, blocks, strict=True)]
+        raise Mismatch(f"the ranks of a group call different operations: {', '.join(said)}; nothing was transferred")
+    numbers = {index: struct.unpack(f"<{2 * len(names)}q", each[_DIGEST + _TEXT :]) for index, each in known.items()}
+    if not any(map(any, numbers.values())):
         return
-    theirs_given, theirs_got = (int.from_bytes(block[at : at + 8], "little") for at in (_DIGEST, _DIGEST + 8))
-    pairs = [(other, index, theirs_given, mine.got[other]), (index, other, mine.given[other], theirs_got)]
-    for source, target, given, got in pairs:
-        if given != got:
-            raise Mismatch(
-                f"{mine.op}: rank {names[source]} gives rank {names[target]} {given} elements, "
-                f"rank {names[target]} expects {got}; nothing was transferred"
-            )
+    for source, mine in numbers.items():
+        for target, theirs in numbers.items():
+            given, got = mine[len(names) + target], theirs[source]
+            if given != got:
+                raise Mismatch(
+                    f"{op}: rank {names[source]} gives rank {names[target]} {given} elements, "
+                    f"rank {names[target]} expects {got}; nothing was transferred"
+                )
+
+
+def _said(one: bytes | None) -> str:
+    if one is None:
+        return "has not come yet"
+    return "calls " + one[_DIGEST : _DIGEST + _TEXT].rstrip(b"\0").decode(errors="replace")
 
 
 def _shown(mine: Signature, call: Call) -> str:

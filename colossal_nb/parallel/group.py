@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from colossal_nb.parallel import agreement, calls, compat, forms
+from colossal_nb.parallel.board import Board
 from colossal_nb.parallel.transports import messages
 from colossal_nb.parallel.transports.gloo import Gloo, Handle
+from colossal_nb.parallel.transports.messages import Mismatch
+from colossal_nb.parallel.work import Finished, Later, Released, Work
 from colossal_nb.record.events import group_name, link_name
 
 if TYPE_CHECKING:
@@ -20,94 +23,10 @@ if TYPE_CHECKING:
 
 # How long after a peer's hang-up our own abort may still arrive.
 _ABORT_FOLLOWS_S = 0.5
-
-
-class Released(RuntimeError):
-    """This rank was freed from a collective, or kept out of one, because its group was closed.
-
-    Never the cause of a failure: the cause is what closed the group (an interrupt, another rank's error or death).
-    """
-
-
-class Work:
-    """An operation under way; `wait` ends it. The tensors hold the result only afterwards."""
-
-    def __init__(self, group: "Group", handles: Sequence[Any], finish: Callable[[], None] | None, token: Any) -> None:
-        self.group, self.handles, self._finish, self._token = group, handles, finish, token
-        self._done = False
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        """Block until done. Raises Released, or KeyboardInterrupt, when the group is closed meanwhile."""
-        if self._done:
-            return
-        self.group.epoch.world.recorder.set_background(self._token, False)
-        try:
-            for handle in self.handles:
-                handle.wait()
-            self.complete()
-        except BaseException as error:
-            raise self.group.translated(error) from (None if isinstance(error, Released) else error)
-        finally:
-            self.close()  # also where a KeyboardInterrupt lands in the handler above
-
-    def complete(self) -> None:
-        """The handles are done: put the result where it belongs, write the slice; the first call counts."""
-        with self._lock:
-            if self._done:
-                return
-            try:
-                if self._finish:
-                    with torch.no_grad():
-                        self._finish()
-            finally:
-                self._done = True
-                self.group.epoch.world.recorder.end(self._token)
-
-    def close(self) -> None:
-        """Write the slice of what failed."""
-        with self._lock:
-            done, self._done = self._done, True
-            if not done:
-                self.group.epoch.world.recorder.end(self._token)
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._done or all(handle.is_completed() for handle in self.handles)
-
-
-class _Finished(Work):
-    """What a group of one rank returns: there was nothing to do."""
-
-    def __init__(self, group: "Group") -> None:
-        self.group, self._done, self.handles = group, True, ()
-
-
-class _Later:
-    """A handle for what another thread does."""
-
-    def __init__(self, future: "Future[Any]") -> None:
-        self._future = future
-
-    def wait(self) -> Any:
-        return self._future.result()
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def get_future(self) -> Any:
-        """The same as a future of torch."""
-        theirs: Any = torch.futures.Future()
-
-        def pass_on(ours: "Future[Any]") -> None:
-            error = ours.exception()
-            if error is None:
-                theirs.set_result(None)
-            else:
-                theirs.set_exception(error)
-
-        self._future.add_done_callback(pass_on)
-        return theirs
+# How long a rank that found others calling something else waits for the rest, to name what each of them calls.
+_OTHERS_COME_S = 0.2
+# Kinds of calls whose description is kept.
+_MOST_BLOCKS = 1024
 
 
 class Group:
@@ -121,11 +40,12 @@ class Group:
         self.epoch, self.name, self.ranks, self.index = epoch, name, ranks, index
         self.size = len(ranks)
         self.seq = 0
-        self.careful = False  # compare every blocking call between the ranks, not each kind's first
+        self.careful = False  # no blocking call begins before all ranks have shown that they mean the same
         self._label = group_name(name, ranks)
-        self._agreed: set[agreement.Signature] = set()
+        self._blocks: dict[agreement.Signature, bytes] = {}
         self._messages: dict[tuple[int, int], int] = {}
         self._wire: Gloo | None = None
+        self._board: Board | None = None
         self._ways: dict[tuple[str, int | None, int], Future[Any]] = {}  # the last message under way on each
         self._lock = threading.Lock()
 
@@ -146,11 +66,13 @@ class Group:
         (root=), `gather` [*outs, x], `scatter` [out, *parts] (root=), `barrier` [], `send` and `recv` [x] (peer=,
         tag=, eager=). reduce= is one of `forms.REDUCTIONS`; root and peer count inside the group.
         `of` names what is moved, for the record. With wait=False the result is there after `Work.wait()`.
-        Ranks compare what they call before bytes move (`compare`; by default where they wait): each kind of call once,
-        all of them where the group is `careful`.
+        Ranks of one host see what the others call before bytes move. In a `careful` group, where they wait
+        (`compare`; by default as `wait`), all of them do so together and raise together; elsewhere the one that comes
+        later raises, and closes the groups of its epoch, which frees the others. Ranks of several hosts compare
+        through messages: each kind of call once, all of them where the group is careful.
 
-        Raises ValueError for what cannot be right, Released after an abort (KeyboardInterrupt if the rank was
-        interrupted); never hangs once its groups are aborted.
+        Raises ValueError for what cannot be right, Mismatch where ranks differ, Released after an abort
+        (KeyboardInterrupt if the rank was interrupted); never hangs once its groups are aborted.
         """
         if op in ("send", "recv"):
             return self._message(op, tensors[0], of=of, wait=wait, **options)
@@ -161,20 +83,53 @@ class Group:
         if self.size == 1:
             return _alone(self, op, tensors)
         self._allowed()
-        token = self._begin(op, self._label, self.seq, call.payload_bytes, of)
-        self.seq += 1
-        return self._started(
-            lambda: self._agreeing(op, call, wait if compare is None else compare), call.finish, token, wait
-        )
+        number, self.seq = self.seq, self.seq + 1
+        token = self._begin(op, self._label, number, call.payload_bytes, of)
 
-    def _agreeing(self, op: str, call: calls.Call, compare: bool) -> Sequence[Handle]:
-        wire = self.wire()
-        if compare:
-            mine = agreement.signature(op, call)
-            if self.careful or mine not in self._agreed:
-                agreement.agree(wire, mine, call, self.index, self.ranks)
-                self._agreed.add(mine)
-        return call.issue(wire)
+        def issue() -> Sequence[Handle]:
+            wire = self.wire()
+            self._agree(op, call, number, wait if compare is None else compare)
+            return call.issue(wire)
+
+        return self._started(issue, call.finish, token, wait)
+
+    def _agree(self, op: str, call: calls.Call, number: int, waits: bool) -> None:
+        """Raises Mismatch where other ranks call something else under the same number."""
+        mine = agreement.signature(op, call)
+        block, new = self._blocks.get(mine), False
+        if block is None:
+            if len(self._blocks) >= _MOST_BLOCKS:
+                self._blocks.clear()
+            block, new = agreement.block(mine, call, self.size), True
+            self._blocks[mine] = block
+        if self._board is not None:
+            self._look(self._board, op, block, number, waits and self.careful)
+        elif waits and (new or self.careful):
+            agreement.compare(agreement.exchanged(self.wire(), block, self.size), self.ranks, op)
+
+    def _look(self, board: Board, op: str, block: bytes, number: int, together: bool) -> None:
+        board.post(number, block)
+        if together and not board.wait(number, self.epoch.check):
+            raise Released(f"another rank of the group {self.name} {list(self.ranks)} is gone")
+        try:
+            agreement.compare(self._seen(board, number), self.ranks, op)
+        except Mismatch:
+            if not together:
+                self._give_up(board, op, number)
+            raise
+
+    def _give_up(self, board: Board, op: str, number: int) -> None:
+        """Others may be in their operation already, and their bytes on the way: the connections are spoilt.
+
+        Raises Mismatch, with the calls of those ranks too that came meanwhile.
+        """
+        board.wait(number, lambda: None, _OTHERS_COME_S)
+        blocks = self._seen(board, number)
+        self.epoch.abort("the ranks of a group called different operations")
+        agreement.compare(blocks, self.ranks, op)
+
+    def _seen(self, board: Board, number: int) -> list[bytes | None]:
+        return [board.read(other, number) for other in range(self.size)]
 
     def _started(
         self, issue: Callable[[], Sequence[Handle]], finish: Callable[[], None] | None, token: Any, wait: bool
@@ -210,12 +165,12 @@ class Group:
         if self._wire is None:
             with self._lock:
                 if self._wire is None:
-                    self._wire = self.epoch.connect(self.name, self.ranks, self.index)
+                    self._wire, self._board = self.epoch.connect(self.name, self.ranks, self.index)
         return self._wire
 
     def translated(self, error: BaseException) -> BaseException:
         """What the caller should see instead of a transport's error."""
-        if isinstance(error, Released) or not isinstance(error, Exception):
+        if isinstance(error, Released | Mismatch) or not isinstance(error, Exception):
             return error
         disconnected = compat.is_disconnect(error)
         if self.epoch.aborted_within(_ABORT_FOLLOWS_S if disconnected else 0.0):
@@ -259,7 +214,7 @@ class Group:
         before = self._ways.get(way)
         if wait and (before is None or before.done()):
             done.set_result(transfer())
-            return _Later(done)
+            return Later(done)
         self._ways[way] = done
 
         def run() -> None:
@@ -271,7 +226,7 @@ class Group:
                 done.set_exception(error)
 
         threading.Thread(target=run, daemon=True, name=f"{self.name} {way[0]}").start()
-        return _Later(done)
+        return Later(done)
 
     def close(self) -> None:
         """Drop the connections; what is blocked in them must have been aborted."""
@@ -284,4 +239,4 @@ def _alone(group: Group, op: str, tensors: Sequence[Tensor]) -> Work:
         if op in ("all_gather", "all_to_all", "reduce_scatter", "gather", "scatter"):
             out, x = tensors
             out.copy_(x.reshape(out.shape))
-    return _Finished(group)
+    return Finished(group)

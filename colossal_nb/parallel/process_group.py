@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossal_nb.parallel import compat
-from colossal_nb.parallel.group import Group, Work
+from colossal_nb.parallel.group import Group
+from colossal_nb.parallel.work import Work
 from colossal_nb.parallel.world import World
 
 BACKEND = "colossal"

@@ -5,9 +5,12 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from colossal_nb.parallel.group import Group, Released
+from colossal_nb.parallel.agreement import block_bytes
+from colossal_nb.parallel.board import Board
+from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.ledger import Ledger
 from colossal_nb.parallel.transports.gloo import Endpoint, Gloo, PatientStore
+from colossal_nb.parallel.work import Released
 from colossal_nb.record.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -45,17 +48,21 @@ class Epoch:
                 found = self._groups.setdefault((name, ranks), new)
         return found
 
-    def connect(self, name: str, ranks: tuple[int, ...], index: int) -> Gloo:
-        """Connect one group; returns when all its members are connected. Raises Released after an abort."""
+    def connect(self, name: str, ranks: tuple[int, ...], index: int) -> tuple[Gloo, Board | None]:
+        """Connect one group, and give it a board where its ranks share a host; returns when all members have come.
+
+        Raises Released after an abort.
+        """
         prefix = f"epoch{self.number}/{name}/{'-'.join(map(str, ranks))}/"
         store = PatientStore(self._store, prefix, self.check)
         self._connecting += 1
         try:
+            board = Board.shared(store, index, len(ranks), block_bytes(len(ranks)))
             wire = Gloo(self.world.endpoint(), store, index, len(ranks))
         finally:
             self._connecting -= 1
         self.check()
-        return wire
+        return wire, board
 
     def check(self) -> None:
         if self.aborted:

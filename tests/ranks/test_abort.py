@@ -11,7 +11,7 @@ import torch
 from ranks_fixture import RankFailure
 
 from colossal_nb.parallel import collectives, distributed
-from colossal_nb.parallel.group import Released
+from colossal_nb.parallel.work import Released
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.mesh import Mesh
 
@@ -24,14 +24,14 @@ def _counts():
 
 
 def _stuck_call(world, mesh):
-    """Each rank in a collective that the others do not enter."""
+    """Each rank in an operation that another does not enter."""
     calls = [
         lambda: collectives.all_reduce(torch.ones(1 << 16), mesh, "dp"),
-        lambda: collectives.broadcast(torch.ones(4), mesh, "dp", root=0),
-        lambda: collectives.all_gather(torch.ones(1 << 12), mesh, "dp"),
+        lambda: world.some("pair", (1, 2)).run("all_gather", [torch.ones(2 << 12), torch.ones(1 << 12)]),
+        lambda: world.whole().run("recv", [torch.ones(4)], peer=3),
         lambda: world.whole().run("recv", [torch.ones(4)], peer=0),
     ]
-    calls[world.rank % len(calls)]()
+    calls[world.rank]()
 
 
 def _abort_later(world, delay_s, at):
@@ -49,6 +49,8 @@ def _cycles(count):
     kept, seen, freed_s = torch.arange(4.0), [], []
     for cycle in range(1, count + 1):
         assert collectives.all_reduce(kept, mesh, "dp").tolist() == [world.world_size * x for x in range(4)]
+        if world.rank in (1, 2):
+            world.some("pair", (1, 2)).run("barrier", [])
         world.whole().run("barrier", [])
         aborted_at = []
         timer = _abort_later(world, 0.1, aborted_at)
@@ -70,7 +72,7 @@ def _cycles(count):
     return seen, max(freed_s)
 
 
-def test_all_ranks_stuck_in_different_collectives_come_free_ten_times_over_without_growth(ranks):
+def test_all_ranks_stuck_in_different_operations_come_free_ten_times_over_without_growth(ranks):
     for seen, freed_s in ranks(4).run(_cycles, 10):
         assert freed_s < SOON_S
         assert seen[-1][0] <= seen[1][0], "threads grow"

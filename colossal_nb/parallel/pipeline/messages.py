@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import torch
 
-from colossal_nb.parallel.group import Group, Work
+from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.pipeline.split import Split
 from colossal_nb.parallel.pipeline.stage import Spec, Specs
 from colossal_nb.parallel.structure import leaves
+from colossal_nb.parallel.work import Work
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.mesh import Mesh
 
