@@ -43,7 +43,7 @@ class Parallel:
     pending: bool = False
     inside: bool = False
     accumulating: bool = False
-    compared: bool = False
+    compared: set[Any] = field(default_factory=set)
     hooked: set[int] = field(default_factory=set)
     calls: int = 0
     calls_in_step: int = 0

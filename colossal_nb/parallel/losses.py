@@ -50,17 +50,27 @@ class Part:
         return Part(self.value.detach(), self.weight, self.count, self.mixed)
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What torch's losses did while a loss was computed: denominators of the means, results of the sums."""
+
+    counts: tuple[float, ...] = ()
+    sums: tuple[Tensor, ...] = ()
+
+
 class CountingMeans(TorchFunctionMode):
     """Notes the denominator of every mean loss that torch computes inside; a mean over nothing is 0, not nan."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: list[float] = []
+        self._counts: list[float] = []
+        self._sums: list[Tensor] = []
 
-    def taken(self) -> list[float]:
-        """The counts since the last call."""
-        counts, self.counts = self.counts, []
-        return counts
+    def taken(self) -> Seen:
+        """What was seen since the last call."""
+        seen = Seen(tuple(self._counts), tuple(self._sums))
+        self._counts, self._sums = [], []
+        return seen
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,31 +83,34 @@ class CountingMeans(TorchFunctionMode):
         given.apply_defaults()
         reduction = _reduction(given.arguments)
         if reduction not in ("mean", "batchmean"):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if reduction == "sum":
+                self._sums.append(result)
+            return result
         batch = reduction == "batchmean"
         count = float(given.arguments["input"].shape[0]) if batch else rule(func, given.arguments)
-        self.counts.append(count)
+        self._counts.append(count)
         if count:
             return func(*args, **kwargs)
         given.arguments.update(_reduced(given.arguments, "sum"))
         return func(*given.args, **given.kwargs)
 
 
-def evaluate(loss_fn: Callable[[Any, Any], Any] | None, output: Any, targets: Any, samples: int) -> Part:
-    """Run `loss_fn` on one part of `samples` samples. Raises ValueError if it returns neither a scalar nor a pair."""
-    with CountingMeans() as means:
-        value = own_loss(output) if loss_fn is None else loss_fn(output, targets)
-    return part(value, means.counts, samples)
+def part(value: Any, seen: Seen, samples: int, batch: int) -> Part:
+    """The sum and the count behind the loss of `samples` samples of `batch`, given what was seen at its computation.
 
-
-def part(value: Any, counts: list[float], samples: int) -> Part:
-    """The sum and the count behind a returned loss, given the denominators seen while it was computed."""
+    A loss that is one of torch's sums stays the sum over the batch: its parts add up, and their counts to one.
+    Raises ValueError for what is neither a scalar nor a pair.
+    """
     if isinstance(value, tuple | list) and len(value) == 2:
         total, count = _scalar(value[0]), float(value[1])
         return Part(total, 1.0, count, count)
-    mean = _scalar(value)
+    scalar, counts = _scalar(value), seen.counts
+    if not counts and any(value is total for total in seen.sums):
+        share = samples / batch
+        return Part(scalar, 1.0, share, share)
     count = counts[0] if counts else float(samples)
-    return Part(mean, count, count, sum(counts) if counts else count)
+    return Part(scalar, count, count, sum(counts) if counts else count)
 
 
 def own_loss(output: Any) -> Any:

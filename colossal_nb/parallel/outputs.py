@@ -64,12 +64,18 @@ def first_samples(output: Any, samples: int, parts: int) -> tuple[Any, int]:
     return cut(output, samples, 0, count), count
 
 
+def kind(loss_fn: LossFn) -> Any:
+    """What functions have in common that are made anew in every step from the same lines."""
+    inner = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
+    return getattr(getattr(inner, "__func__", inner), "__code__", type(inner))
+
+
 def compare(
     parallel: Parallel, loss_fn: LossFn, kept: Kept, targets: Any, samples: int, loss: float
 ) -> None:
     """Evaluate `loss_fn` on the outputs of all kept samples at once and compare with what their parts give.
 
-    Raises ValueError on all ranks alike. Runs once, on the last stage; random states are left as they were.
+    Raises ValueError on all ranks alike. Runs on the last stage; random states are left as they were.
     """
     verdict = torch.zeros(3, dtype=torch.float64)
     if parallel.is_last:
@@ -78,7 +84,6 @@ def compare(
     group = parallel.group()
     if group.size > 1:
         group.run("all_reduce", [verdict], of="loss check")
-    parallel.compared = True
     votes, plain, together = verdict.tolist()
     if votes:
         raise ValueError(
@@ -111,11 +116,11 @@ def _differs(
 
 def _loss(loss_fn: LossFn, pieces: list[tuple[Any, Any, int]]) -> tuple[float, float]:
     """The loss put together from pieces (output, targets, samples), and the relative difference that is rounding."""
-    parts = []
+    parts, batch = [], sum(samples for _, _, samples in pieces)
     with torch.random.fork_rng(), torch.no_grad():
         for output, targets, samples in pieces:
             with CountingMeans() as means:
                 value = loss_fn(output, targets)
-            parts.append(part(value, means.counts, samples))
+            parts.append(part(value, means.taken(), samples, batch))
     count = sum(one.count for one in parts) or math.nan
     return math.fsum(one.sum for one in parts) / count, TOLERANCE.get(parts[0].dtype, COARSE_TOLERANCE)

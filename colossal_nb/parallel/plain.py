@@ -104,7 +104,8 @@ def _replicated(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any
         output = _forward(parallel, args, kwargs)
     if parallel.is_last:
         sizes = [end - begin for begin, end in parts]
-        weight = (means.counts[0] if means.counts else float(last - first)) if stop > start else 0.0
+        counts = means.taken().counts
+        weight = (counts[0] if counts else float(last - first)) if stop > start else 0.0
         output = _joined(parallel, output, sizes, last - first, weight)
     return _delivered(parallel, output)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from colossal_nb.parallel import agree, events, gradients, memory, outputs
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.handle import Parallel, require
-from colossal_nb.parallel.losses import CountingMeans, Part, own_loss, part
+from colossal_nb.parallel.losses import CountingMeans, Part, Seen, own_loss, part
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
@@ -24,11 +24,13 @@ from colossal_nb.parallel.world import World
 class Done:
     """What one rank made of its pieces: parts of the loss (on the last stage) and, where asked for, outputs.
 
-    `keep`: "" (nothing), "all", or "some": as many samples as the comparison of the `total` parts' losses may see.
+    `samples` of the batch are in `total` parts. `keep`: "" (nothing), "all", or "some": as many samples as the
+    comparison of the parts' losses may see.
     """
 
     pieces: list[Piece]
     keep: str
+    samples: int
     total: int
     parts: list[Part] = field(default_factory=list)
     kept: outputs.Kept = field(default_factory=list)
@@ -67,12 +69,14 @@ def forward_backward(
     mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
     compares = _compares(parallel, loss_fn, samples)
     with gradients.kept_apart(list(parallel.held().values())):
-        done = Done(mine, "all" if return_output else "some" if compares else "", parallel.replicas * len(mine))
+        keep = "all" if return_output else "some" if compares else ""
+        done = Done(mine, keep, samples, parallel.replicas * len(mine))
         _run(parallel, loss_fn, done)
         totals = agree.totals(parallel, done.parts)
         if compares:
             assert loss_fn is not None
             outputs.compare(parallel, loss_fn, done.kept, targets, samples, totals.loss)
+            parallel.compared.add(outputs.kind(loss_fn))
         gradients.finish(parallel, totals.active, 1 if _at_once(parallel, mine) else totals.count)
     events.stepped(parallel, totals.loss)
     loss = totals.tensor(parallel.device)
@@ -80,9 +84,11 @@ def forward_backward(
 
 
 def _compares(parallel: Parallel, loss_fn: LossFn | None, samples: int) -> bool:
-    """Whether this call proves that the parts' losses make the whole: once, where there are parts for every replica."""
-    cut = parallel.replicas * parallel.microbatches > 1
-    return cut and loss_fn is not None and not parallel.compared and samples >= parallel.replicas
+    """Whether this call proves that the parts' losses make the whole: once for each loss_fn, where there are parts for
+    every replica."""
+    if loss_fn is None or parallel.replicas * parallel.microbatches == 1 or samples < parallel.replicas:
+        return False
+    return outputs.kind(loss_fn) not in parallel.compared
 
 
 def _at_once(parallel: Parallel, mine: list[Piece]) -> bool:
@@ -112,7 +118,7 @@ def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int
         args, kwargs = arguments(piece.inputs)
         with CountingMeans() if loss_fn is None else nullcontext() as means:
             output = parallel.model(*args, **kwargs)
-        result = measured(loss_fn, output, piece, [] if means is None else means.counts)
+        result = measured(loss_fn, output, piece, Seen() if means is None else means.taken(), done.samples)
         done.add(result, output, piece)
     finally:
         recorder.end(token)
@@ -124,10 +130,10 @@ def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int
         recorder.end(token)
 
 
-def measured(loss_fn: LossFn | None, output: Any, piece: Piece, counts: list[float]) -> Part:
-    """The loss of one piece; `counts` are the denominators seen inside the model when its own loss is taken."""
+def measured(loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, batch: int) -> Part:
+    """The loss of one piece of `batch` samples; `seen` is what happened inside the model when its own is taken."""
     if loss_fn is None:
-        return part(own_loss(output), counts, piece.samples)
+        return part(own_loss(output), seen, piece.samples, batch)
     try:
         with CountingMeans() as means:
             value = loss_fn(output, piece.targets)
@@ -139,7 +145,7 @@ def measured(loss_fn: LossFn | None, output: Any, piece: Piece, counts: list[flo
                 f"what does not begin with the batch size of the inputs: targets of shape {', '.join(map(str, whole))}"
             )
         raise
-    return part(value, means.counts, piece.samples)
+    return part(value, means.taken(), piece.samples, batch)
 
 
 def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], done: Done) -> None:
@@ -148,8 +154,8 @@ def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], don
     with CountingMeans() if loss_fn is None else nullcontext() as means:
 
         def loss_of(output: Any, number: int) -> tuple[Tensor, None]:
-            counts = [] if means is None else means.taken()
-            result = measured(loss_fn, output, mine[number], counts)
+            seen = Seen() if means is None else means.taken()
+            result = measured(loss_fn, output, mine[number], seen, done.samples)
             done.add(result, output, mine[number])
             return result.value * result.weight, None
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colossal_nb.parallel.losses import CountingMeans, Part, own_loss, part
+from colossal_nb.parallel.losses import CountingMeans, Part, Seen, own_loss, part
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -22,7 +22,7 @@ def together(loss: Loss, output: Tensor, target: Tensor, at: int) -> float:
 def measure(loss: Loss, output: Tensor, target: Tensor) -> Part:
     with CountingMeans() as means:
         value = loss(output, target)
-    return part(value, means.counts, len(output))
+    return part(value, means.taken(), len(output), len(output))
 
 
 torch.manual_seed(0)
@@ -108,14 +108,14 @@ def test_old_reduction_arguments_are_understood() -> None:
     for old in ({"size_average": True}, {"size_average": False}, {"reduce": False}):
         with means, pytest.warns(UserWarning, match="size_average"):
             F.mse_loss(ROWS, REAL, **old)
-    assert means.counts == [N * C]
+    assert means.taken().counts == (N * C,)
 
 
 def test_sums_are_not_counted() -> None:
     with CountingMeans() as means:
         F.cross_entropy(ROWS, CLASSES, reduction="sum")
         F.mse_loss(ROWS, REAL, reduction="none").mean()
-    assert means.counts == []
+    assert means.taken().counts == ()
 
 
 def test_different_counts_are_noticed() -> None:
@@ -132,7 +132,7 @@ def test_different_counts_are_noticed() -> None:
 )
 def test_other_results_are_refused(value: object, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        part(value, [], 4)
+        part(value, Seen(), 4, 4)
 
 
 def test_the_models_own_loss() -> None:

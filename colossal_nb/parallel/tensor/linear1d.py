@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colossal_nb.parallel.tensor.sums import sum_, sum_gradient
+from colossal_nb.parallel.collectives import copy_to
+from colossal_nb.parallel.tensor.sums import sum_
 from colossal_nb.parallel.tensor.values import Parts
 from colossal_nb.plan.mesh import Mesh
 
@@ -37,10 +38,10 @@ class Entrance:
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
         if self.readers == 1:
-            return sum_gradient(x, self.mesh, self.axis, self.of)
+            return copy_to(x, self.mesh, self.axis, of=self.of)
         if self._seen is not x or self._version != x._version:
             self._seen, self._version, self._left = x, x._version, self.readers
-            self._copy = sum_gradient(x, self.mesh, self.axis, self.of)
+            self._copy = copy_to(x, self.mesh, self.axis, of=self.of)
         copy = self._copy
         assert copy is not None
         self._left -= 1

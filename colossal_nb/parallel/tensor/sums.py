@@ -1,8 +1,5 @@
-"""The two conjugate sums of 1D tensor parallelism, in place on tensors that nobody else holds.
-
-`collectives.copy_to` and `reduce_from` do the same for any tensor and copy it first; a linear's fresh output, and the
-gradient of an input that only linears read, need no copy.
-"""
+"""The sum at the end of a row-parallel region, in place: `collectives.reduce_from` without its copy, which a layer's
+fresh output does not need."""
 
 from __future__ import annotations
 
@@ -28,28 +25,9 @@ class _Sum(Function):
         return grads[0], None, None, None
 
 
-class _SumGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axis: str, of: str) -> Tensor:
-        ctx.where = mesh, axis, of
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        mesh, axis, of = ctx.where
-        grad = grads[0].contiguous()
-        group_of(mesh, axis).run("all_reduce", [grad], of=of)
-        return grad, None, None, None
-
-
 def sum_(x: Tensor, mesh: Mesh, axis: str, of: str) -> Tensor:
     """The sum of every rank's contiguous `x`, written into it. Backward: the gradient as it is."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         group_of(mesh, axis).run("all_reduce", [x], of=of)
         return x
     return _Sum.apply(x, mesh, axis, of)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def sum_gradient(x: Tensor, mesh: Mesh, axis: str, of: str) -> Tensor:
-    """`x` as it is. Backward: the sum of every rank's gradient, written into it."""
-    return _SumGradient.apply(x, mesh, axis, of)  # type: ignore[no-any-return, no-untyped-call]
