@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
+from recorded import record_of
+from small_gpt import loss_fn
 
 import colossal_nb as cnb
 from colossal_nb import checks
 from colossal_nb.models import GPT
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Strategy, schedule
-from colossal_nb.record import Record, RecordBuilder, measures
+from colossal_nb.record import measures
 from colossal_nb.record.export import to_chrome_trace
 
 STEPS = 3
@@ -30,28 +31,16 @@ def train(text: str) -> bytes:
     tokens = torch.randint(32, (8, 9), generator=torch.Generator().manual_seed(1))
     for _ in range(STEPS):
         optimizer.zero_grad()
-        cnb.forward_backward(
-            model,
-            lambda logits, y: functional.cross_entropy(logits.flatten(0, 1), y.flatten()),
-            tokens[:, :-1],
-            tokens[:, 1:],
-        )
+        cnb.forward_backward(model, loss_fn, tokens[:, :-1], tokens[:, 1:])
         optimizer.step()
     return world.recorder.drain()
-
-
-def record_of(ranks: Any, text: str, count: int = 4) -> Record:
-    builder = RecordBuilder()
-    for frame in ranks(count).run(train, text):
-        builder.feed(frame)
-    return builder.record()
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("text", ["dp=4", "tp=4", "pp=4", "tp=2 pp=2 microbatches=4", "pp=2 dp=2 schedule=gpipe"])
 def test_a_run_agrees_with_its_plan(ranks, text, tmp_path):
     strategy = Strategy.parse(text).filled(4)
-    record = record_of(ranks, text)
+    record = record_of(*ranks(4).run(train, text))
     orders = schedule(strategy.schedule, strategy.pp, strategy.microbatches or 1)
     assert len(record.layouts) > 0 and len(record.slices[record.slices["group"] != ""]) > 0
     assert checks.pipeline(record, orders) == []

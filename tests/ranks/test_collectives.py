@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from recorded import record_of
 
 from colossal_nb.parallel import collectives
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.mesh import Mesh
-from colossal_nb.record.store import RecordBuilder
 
 
 def _inputs(size, shape, seed):
@@ -126,9 +126,7 @@ def _recorded():
     world.group(mesh, ("dp", "tp")).run("barrier", [])
     if world.rank in (0, 2):
         world.group(mesh, "dp").run("send" if world.rank == 0 else "recv", [x], peer=1 - world.rank // 2, of="w")
-    builder = RecordBuilder()
-    builder.feed(world.recorder.drain())
-    rows = builder.record().slices
+    rows = record_of(world.recorder.drain()).slices
     assert all(row["t1"] >= row["t0"] and row["lane"] == "comm" for row in rows)
     return [tuple(row[name] for name in ("kind", "group", "seq", "payload_bytes", "of")) for row in rows]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from small_gpt import loss_fn
 from torch import Tensor, nn
-from torch.nn import functional
 
 import colossal_nb as cnb
 from colossal_nb.models import GPT, MLP
@@ -68,10 +68,6 @@ def points(samples: int, dtype: torch.dtype) -> list[Batch]:
          torch.randint(5, (samples,), generator=generator))
         for _ in range(STEPS)
     ]  # fmt: skip
-
-
-def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def train(

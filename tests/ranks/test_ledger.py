@@ -4,12 +4,12 @@ import gc
 
 import pytest
 import torch
+from recorded import record_of
 from torch import nn
 from torch.nn import functional as F
 
 from colossal_nb.parallel.ledger import Ledger, Memory, OutOfDeviceMemory
 from colossal_nb.record.recorder import Recorder
-from colossal_nb.record.store import RecordBuilder
 
 
 @pytest.fixture
@@ -18,9 +18,7 @@ def ledger():
 
 
 def _written(ledger):
-    builder = RecordBuilder()
-    builder.feed(ledger.recorder.drain())
-    return builder.record().memory
+    return record_of(ledger.recorder.drain()).memory
 
 
 def test_a_storage_counts_once_whatever_views_it_and_leaves_when_freed(ledger):

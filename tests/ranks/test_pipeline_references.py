@@ -8,7 +8,7 @@ from typing import Any
 import pipeline_models as zoo
 import pytest
 import torch
-from torch import Tensor, nn
+from small_gpt import loss_fn
 
 from colossal_nb import forward_backward, full, parallelize
 from colossal_nb.parallel import pipeline
@@ -28,20 +28,16 @@ def user_training(kind: str, text: str) -> tuple[dict[str, float], set[str]]:
     for step in range(3):
         inputs, targets = zoo.tokens(8)[0][0], zoo.tokens(8)[0][0]
         optimizer.zero_grad()
-        forward_backward(model, cross_entropy, inputs, targets)
+        forward_backward(model, loss_fn, inputs, targets)
         optimizer.step()
         whole_optimizer.zero_grad()
-        cross_entropy(whole(inputs), targets).backward()
+        loss_fn(whole(inputs), targets).backward()
         whole_optimizer.step()
         assert step or all(p.grad is not None for p in whole.parameters())
     found = {name: full(p) for name, p in model.named_parameters()}
     expected = dict(whole.named_parameters())
     difference = {name: (p - expected[name]).abs().max().item() for name, p in found.items()}
     return difference, {name for name, p in found.items() if not torch.equal(p, start[name])}
-
-
-def cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
 @pytest.mark.parametrize("text", ["pp=2 microbatches=2", "tp=2 pp=2 microbatches=2"])

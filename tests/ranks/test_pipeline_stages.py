@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any
 
 import pipeline_models as zoo
+from recorded import record_of
 
 from colossal_nb.parallel import pipeline
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Strategy
-from colossal_nb.record.store import RecordBuilder
 
 
 def layouts(name: str) -> dict[str, Any]:
@@ -50,9 +50,7 @@ def recorded(name: str, text: str) -> list[tuple[Any, ...]]:
     parallel.run_step(batches, zoo.loss_of)
     world.recorder.drain()
     parallel.run_step(batches, zoo.loss_of)
-    builder = RecordBuilder()
-    builder.feed(world.recorder.drain())
-    slices = builder.record().slices
+    slices = record_of(world.recorder.drain()).slices
     return [(s["kind"], int(s["stage"]), int(s["microbatch"]), int(s["payload_bytes"]), s["of"]) for s in slices]
 
 

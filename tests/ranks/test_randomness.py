@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_gpt import loss_fn
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -14,10 +15,6 @@ from colossal_nb.models import GPT
 from colossal_nb.parallel.dropout import KeyedDropout, attention_weights
 
 pytestmark = pytest.mark.ranks
-
-
-def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 class Hidden(nn.Module):

@@ -1,63 +1,19 @@
-"""forward_backward, model(x), accumulate and clipping: global values in and out, whatever the batch and the loss."""
+"""forward_backward, accumulate and clipping: global values in and out, whatever the batch; and what is recorded."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from recorded import record_of
+from small_gpt import batch, close, gpt, loss_fn, same_gradients, sequential
 from torch import Tensor, nn
 from torch.nn import functional
 
 import colossal_nb as cnb
-from colossal_nb.models import GPT, MLP
-from colossal_nb.parallel import outputs
+from colossal_nb.models import MLP
 from colossal_nb.parallel.world import World
-from colossal_nb.record import RecordBuilder
 
 pytestmark = pytest.mark.ranks
-PAD = -100
-FOUR = [(4, "dp=2 tp=2"), (4, "dp=2 pp=2"), (4, "tp=2 pp=2")]
-
-
-def gpt(tied: bool = False) -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab_size=29, layers=2, hidden=16, heads=4, max_length=8, tied=tied).double()
-
-
-def batch(samples: int, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Tokens and padded targets; the first sample has the most."""
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(29, (samples, 7), generator=generator)
-    targets = text[:, 1:].clone()
-    lengths = torch.randint(1, 6, (samples, 1), generator=generator)
-    lengths[0] = 6
-    targets[torch.arange(6) >= lengths] = PAD
-    return text[:, :-1], targets
-
-
-def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def sequential(make: Callable[[], nn.Module], inputs: Any, targets: Any) -> tuple[float, list[Any]]:
-    model = make()
-    value = loss_fn(model(inputs), targets)
-    value.backward()
-    return value.item(), [p.grad for p in model.parameters()]
-
-
-def close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
-
-
-def same_gradients(model: nn.Module, expected: list[Tensor | None], times: float = 1) -> None:
-    for p, whole in zip(model.parameters(), expected, strict=True):
-        found = cnb.full_grad(p)
-        if whole is None:
-            assert found is None
-        else:
-            assert found is not None
-            close(found, whole * times)
 
 
 # Batches: one sample for several replicas, fewer than there are parts, five in four.
@@ -96,179 +52,6 @@ def _plain_gradients_stay() -> None:
 
 def test_gradients_are_added_in_place(ranks: Any) -> None:
     ranks(2).run(_plain_gradients_stay)
-
-
-class WithLoss(nn.Module):
-    """Takes keywords, returns an object with a loss, as many models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = gpt()
-
-    def forward(self, tokens: Tensor, labels: Tensor, scale: float = 1.0) -> Any:
-        logits = self.inner(tokens)
-        return {"loss": scale * loss_fn(logits, labels), "logits": logits}
-
-    def example_inputs(self) -> tuple[Tensor, Tensor]:
-        (tokens,) = self.inner.example_inputs()
-        return tokens, tokens
-
-
-def _kinds_of_loss(strategy: str) -> None:
-    inputs, targets = batch(5)
-    loss, gradients = sequential(gpt, inputs, targets)
-
-    def pair(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return functional.cross_entropy(logits.transpose(1, 2), targets, reduction="sum"), (targets != PAD).sum()
-
-    module = nn.CrossEntropyLoss()
-    for each in (pair, lambda logits, targets: module(logits.view(-1, 29), targets.reshape(-1))):
-        model = cnb.parallelize(gpt(), strategy=strategy)
-        close(cnb.forward_backward(model, each, inputs, targets).item(), loss)
-        same_gradients(model, gradients)
-
-    whole = cnb.parallelize(WithLoss(), strategy=strategy)
-    given = {"tokens": inputs, "labels": targets, "scale": 2.0}
-    close(cnb.forward_backward(whole, None, given).item(), 2 * loss)
-    same_gradients(whole, gradients, 2)
-
-
-@pytest.mark.parametrize(
-    ("count", "strategy"), [(1, "microbatches=3"), (2, "dp=2"), (2, "tp=2"), (2, "pp=2"), (4, "dp=2 tp=2")]
-)
-def test_kinds_of_loss(ranks: Any, count: int, strategy: str) -> None:
-    ranks(count).run(_kinds_of_loss, strategy)
-
-
-def _bad_losses(strategy: str) -> list[str]:
-    inputs, targets = batch(5)
-    texts = []
-
-    def summed(logits: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-    def own_mean(logits: Tensor, targets: Tensor) -> Tensor:
-        kept = targets != PAD
-        return -logits.log_softmax(-1)[kept].gather(1, targets[kept][:, None]).mean()
-
-    def mixed(logits: Tensor, targets: Tensor) -> Tensor:
-        return loss_fn(logits, targets) + functional.mse_loss(logits, torch.zeros_like(logits))
-
-    for bad in (summed, own_mean, mixed):
-        model = cnb.parallelize(gpt(), strategy=strategy)
-        first = next(p for p in model.parameters() if not p.isnan().any())  # one that this stage holds
-        first.grad = torch.ones_like(first)
-        try:
-            cnb.forward_backward(model, bad, inputs, targets)
-        except ValueError as error:
-            texts.append(str(error))
-        assert torch.equal(first.grad, torch.ones_like(first))
-        assert all(p.grad is None for p in model.parameters() if p is not first)
-        close(cnb.forward_backward(model, loss_fn, inputs, targets).item(), sequential(gpt, inputs, targets)[0])
-    return texts
-
-
-@pytest.mark.parametrize(("count", "strategy"), [(1, "microbatches=2"), (2, "dp=2"), (2, "pp=2")])
-def test_losses_that_cannot_be_put_together(ranks: Any, count: int, strategy: str) -> None:
-    for summed, own_mean, mixed in ranks(count).run(_bad_losses, strategy):
-        assert "on samples of the whole batch at once, but" in summed and "return (sum, count)" in summed
-        assert "averages over something" in own_mean
-        assert "means over different counts" in mixed and "return (sum, count)" in mixed
-
-
-def _some_samples() -> None:
-    outputs.PROOF_BYTES = 4 * 8 * 6 * 29  # two samples of each replica
-    inputs, targets = batch(6)
-    seen = []
-
-    def summed(logits: Tensor, targets: Tensor) -> Tensor:
-        seen.append(len(logits))
-        return loss_fn(logits, targets)
-
-    model = cnb.parallelize(gpt(), strategy="dp=2")
-    close(cnb.forward_backward(model, summed, inputs, targets).item(), sequential(gpt, inputs, targets)[0])
-    assert seen == [3, 4, 2, 2]
-    with pytest.raises(ValueError, match="at once"):
-        other = cnb.parallelize(gpt(), strategy="dp=2")
-        cnb.forward_backward(other, lambda logits, targets: loss_fn(logits, targets) * len(logits), inputs, targets)
-
-
-def test_the_comparison_keeps_a_bounded_number_of_samples(ranks: Any) -> None:
-    ranks(2).run(_some_samples)
-
-
-def _outputs(strategy: str) -> None:
-    inputs, targets = batch(5)
-    expected = gpt()(inputs).detach()
-    model = cnb.parallelize(gpt(), strategy=strategy)
-    loss, output = cnb.forward_backward(model, loss_fn, inputs, targets, return_output=True)
-    close(output, expected)
-    close(loss.item(), loss_fn(expected, targets).item())
-    for samples in (5, 1):
-        with torch.no_grad():
-            close(model(inputs[:samples]), expected[:samples])
-            close(model(tokens=inputs[:samples]), expected[:samples])
-
-
-@pytest.mark.parametrize(
-    ("count", "strategy"),
-    [(1, "microbatches=2"), (2, "dp=2"), (2, "tp=2"), (2, "pp=2"), *FOUR],
-)
-def test_outputs_are_global(ranks: Any, count: int, strategy: str) -> None:
-    ranks(count).run(_outputs, strategy)
-
-
-def _plain_backward(strategy: str) -> None:
-    for samples in (5, 1):
-        inputs, targets = batch(samples)
-
-        def penalized(logits: Tensor, targets: Tensor, model: nn.Module) -> Tensor:
-            return loss_fn(logits, targets) + 0.1 * model.norm.weight.pow(2).sum()
-
-        reference = gpt()
-        value = penalized(reference(inputs), targets, reference)
-        value.backward()
-        model = cnb.parallelize(gpt(), strategy=strategy)
-        loss = penalized(model(inputs), targets, model)
-        loss.backward()
-        close(loss.item(), value.item())
-        same_gradients(model, [p.grad for p in reference.parameters()])
-
-
-@pytest.mark.parametrize(("count", "strategy"), [(2, "dp=2"), (2, "tp=2"), (4, "dp=2 tp=2"), (4, "dp=4")])
-def test_plain_backward_is_right_without_a_pipeline(ranks: Any, count: int, strategy: str) -> None:
-    ranks(count).run(_plain_backward, strategy)
-
-
-def _scalar_output() -> None:
-    inputs, targets = batch(5)
-    expected = WithLoss()
-    loss = expected(inputs, targets)["loss"]
-    loss.backward()
-    model = cnb.parallelize(WithLoss(), strategy="dp=2")
-    found = model(inputs, targets)
-    close(found["loss"].item(), loss.item())
-    found["loss"].backward()
-    same_gradients(model, [p.grad for p in expected.parameters()])
-
-
-def test_a_loss_in_the_output_is_that_of_the_whole_batch(ranks: Any) -> None:
-    ranks(2).run(_scalar_output)
-
-
-def _pipeline_refuses() -> str:
-    model = cnb.parallelize(gpt(), strategy="pp=2")
-    inputs, _ = batch(2)
-    with pytest.raises(ValueError) as error:
-        model(inputs)
-    return str(error.value)
-
-
-def test_plain_backward_under_a_pipeline_shows_the_line(ranks: Any) -> None:
-    for text in ranks(2).run(_pipeline_refuses):
-        assert "with pp=2" in text
-        assert "loss = cnb.forward_backward(model, loss_fn, inputs, targets)" in text
-        assert "torch.no_grad()" in text
 
 
 class Branches(nn.Module):
@@ -317,9 +100,7 @@ def _accumulated(strategy: str) -> int:
     with cnb.accumulate(model):
         for pair in pairs[1:]:
             cnb.forward_backward(model, loss_fn, *pair)
-    builder = RecordBuilder()
-    builder.feed(World.current().recorder.drain())
-    slices = builder.record().slices
+    slices = record_of(World.current().recorder.drain()).slices
     same_gradients(model, [sum(each) for each in zip(*every, strict=True)])
     sizes = slices[(slices["kind"] == "all_reduce") & (slices["of"] == "gradients")]["payload_bytes"]
     return int((sizes > 4 * len(list(model.parameters()))).sum())
@@ -389,10 +170,7 @@ def _steps() -> bytes:
 
 
 def test_steps_are_recorded(ranks: Any) -> None:
-    builder = RecordBuilder()
-    for frame in ranks(2).run(_steps):
-        builder.feed(frame)
-    record = builder.record()
+    record = record_of(*ranks(2).run(_steps))
     marks = [(int(m["step"]), m["phase"], m["name"]) for m in record.marks[record.marks["rank"] == 0]]
     assert marks == [
         (0, "begin", ""), (0, "metered", ""), (0, "log", "loss"), (0, "log", "accuracy"), (0, "end", ""),

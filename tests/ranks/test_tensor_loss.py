@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from recorded import record_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,7 +15,6 @@ from colossal_nb.parallel.tensor.values import even_parts
 from colossal_nb.parallel.tensor.vocabulary import ShardedLogits, gather, wrap
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.mesh import Mesh
-from colossal_nb.record.store import RecordBuilder
 
 pytestmark = pytest.mark.ranks
 CLASSES = 13  # neither 2 nor 4 divides it
@@ -30,7 +30,7 @@ class Outcome:
 
 
 def drain() -> list[tuple[str, int]]:
-    slices = RecordBuilder().feed(World.current().recorder.drain()).slices
+    slices = record_of(World.current().recorder.drain()).slices
     return [(str(row["kind"]), int(row["payload_bytes"])) for row in slices]
 
 

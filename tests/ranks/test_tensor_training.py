@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from small_gpt import loss_fn
 from tensor_models import Decoder, GatedMLP, NormedMLP
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -99,10 +100,6 @@ def tokens(vocabulary: int) -> Callable[[], tuple[Tensor, Tensor]]:
     return lambda: (torch.randint(vocabulary, (3, 12)), torch.randint(vocabulary, (3, 12)))
 
 
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def check(outcomes: list[Outcome], share: float) -> None:
     for one in outcomes:
         assert one.loss == outcomes[0].loss, "every rank has the same loss"
@@ -118,13 +115,13 @@ def test_a_gpt(ranks, tp: int, tied: bool) -> None:
     def make() -> nn.Module:
         return GPT(vocab_size=131, layers=2, hidden=32, heads=4, max_length=16, tied=tied)
 
-    check(ranks(tp).run(trained, make, tokens(131), token_loss, tp), share=0.8)
+    check(ranks(tp).run(trained, make, tokens(131), loss_fn, tp), share=0.8)
 
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", ["separate", "nano", "interleaved", "multi-query", "two groups"])
 def test_every_kind_of_attention(ranks, kind: str, tp: int) -> None:
-    outcomes = ranks(tp).run(trained, lambda: Decoder(kind), tokens(67), token_loss, tp, backwards=2)
+    outcomes = ranks(tp).run(trained, lambda: Decoder(kind), tokens(67), loss_fn, tp, backwards=2)
     check(outcomes, share=0.85)
     # Query and key norms sit inside the heads: each rank has the gradient of its own heads alone.
     summed = {name.split(".", 2)[2] for name in outcomes[0].partial}
@@ -135,17 +132,17 @@ def test_every_kind_of_attention(ranks, kind: str, tp: int) -> None:
 
 
 def test_projections_that_start_at_zero_hide_nothing(ranks) -> None:
-    outcomes = ranks(2).run(trained, lambda: Decoder("multi-query", zero=True), tokens(67), token_loss, 2, backwards=2)
+    outcomes = ranks(2).run(trained, lambda: Decoder("multi-query", zero=True), tokens(67), loss_fn, 2, backwards=2)
     check(outcomes, share=0.85)
     assert "blocks.0.attention.norm_q.weight" in outcomes[0].partial
 
 
 def test_a_tied_weight_is_cut_once_and_read_by_both(ranks) -> None:
-    check(ranks(2).run(trained, lambda: Decoder("nano", tied=True), tokens(67), token_loss, 2), share=0.85)
+    check(ranks(2).run(trained, lambda: Decoder("nano", tied=True), tokens(67), loss_fn, 2), share=0.85)
 
 
 def test_a_norm_over_all_features_leaves_its_pair_whole(ranks) -> None:
-    outcomes = ranks(2).run(trained, lambda: Decoder("separate", NormedMLP), tokens(67), token_loss, 2)
+    outcomes = ranks(2).run(trained, lambda: Decoder("separate", NormedMLP), tokens(67), loss_fn, 2)
     check(outcomes, share=0.6)
     told = "whole: blocks.0-1.mlp.up, blocks.0-1.mlp.down: between up and down everything depends on everything"
     assert any(line.startswith(told) for line in outcomes[0].lines)
@@ -185,7 +182,7 @@ def test_frozen_weights_and_gated_mlp(ranks) -> None:
         model.blocks[0].attention.requires_grad_(False)
         return model
 
-    check(ranks(2).run(trained, make, tokens(67), token_loss, 2), share=0.85)
+    check(ranks(2).run(trained, make, tokens(67), loss_fn, 2), share=0.85)
 
 
 class WithLoss(Decoder):
@@ -223,7 +220,7 @@ def optimised(tp: int, steps: int) -> float:
         inputs, targets = tokens(67)()
         for m, optimizer in zip((model, whole), optimizers, strict=True):
             optimizer.zero_grad()
-            token_loss(m(inputs), targets).backward()
+            loss_fn(m(inputs), targets).backward()
             optimizer.step()
     for p, q in zip(model.parameters(), whole.parameters(), strict=True):
         scale = max(float(q.abs().max()), rate * steps)

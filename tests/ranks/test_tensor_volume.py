@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recorded import record_of
 from torch.nn import functional as F
 
 from colossal_nb.models import GPT
@@ -9,7 +10,6 @@ from colossal_nb.parallel import tensor
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.mesh import Mesh
 from colossal_nb.plan.strategy import Strategy
-from colossal_nb.record.store import RecordBuilder
 
 pytestmark = pytest.mark.ranks
 LAYERS, BATCH, LENGTH, HIDDEN, HEADS, VOCABULARY = 3, 2, 12, 32, 4, 128
@@ -31,7 +31,7 @@ def moved(tp: int) -> tuple[list[tuple[str, str, int]], list[tuple[str, str, int
 
 
 def drain(recorder) -> list[tuple[str, str, int]]:
-    slices = RecordBuilder().feed(recorder.drain()).slices
+    slices = record_of(recorder.drain()).slices
     return [(str(row["kind"]), str(row["group"]).split(":")[0], int(row["payload_bytes"])) for row in slices]
 
 

@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
+from recorded import record_of
+from small_gpt import loss_fn
 
 import colossal_nb as cnb
 from colossal_nb.models import GPT
 from colossal_nb.parallel.world import World
-from colossal_nb.record import RecordBuilder
 
 pytestmark = pytest.mark.ranks
 
@@ -41,17 +40,11 @@ def moved(strategy: str) -> Counter[tuple[str, str, str, int]]:
         optimizer.zero_grad()
         cnb.forward_backward(model, loss_fn, text[:, :-1], text[:, 1:])
         optimizer.step()
-    builder = RecordBuilder()
-    builder.feed(recorder.drain())
-    rows = builder.record().slices
+    rows = record_of(recorder.drain()).slices
     return Counter(
         (str(row["kind"]), str(row["group"]).split(":")[0], _purpose(str(row["of"])), int(row["payload_bytes"]))
         for row in rows[rows["lane"] == "comm"]
     )
-
-
-def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def _purpose(of: str) -> str:

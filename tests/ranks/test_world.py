@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recorded import record_of
 
 from colossal_nb.parallel import collectives, distributed
 from colossal_nb.parallel.layouts import layout_of, set_layout
@@ -10,7 +11,6 @@ from colossal_nb.plan.layout import Layout, Shard
 from colossal_nb.plan.mesh import Mesh
 from colossal_nb.plan.volume import sent_bytes
 from colossal_nb.record import measures
-from colossal_nb.record.store import RecordBuilder
 
 
 def _groups():
@@ -87,9 +87,7 @@ def _rooted():
     dist.reduce(x, dst=0)
     dist.gather(torch.ones(6), [torch.empty(6) for _ in range(n)] if rank == 0 else None, dst=0)
     dist.scatter(torch.empty(6), [torch.ones(6) for _ in range(n)] if rank == 0 else None, src=0)
-    builder = RecordBuilder()
-    builder.feed(World.current().recorder.drain())
-    return measures.sent_bytes(builder.record(), sent_bytes)
+    return measures.sent_bytes(record_of(World.current().recorder.drain()), sent_bytes)
 
 
 def test_every_operation_of_a_user_has_a_volume(ranks):

@@ -2,17 +2,13 @@
 
 import numpy as np
 import pytest
+from recorded import sample
 
 from colossal_nb import checks
 from colossal_nb.plan import Layout, Mesh, On, Partial, Shard, schedule, simulate
 from colossal_nb.record import Mark, Record, RecordBuilder, Recorder, Slice
-from colossal_nb.record.events import CATEGORIES
 
 MESH = Mesh({"tp": 2})
-
-
-def sample(rank, t, where="device", basis="hooks", **sizes):
-    return (rank, t, where, basis, *(sizes.get(category, 0) for category in CATEGORIES))
 
 
 def changed(record, change, *, table="slices"):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorded import sample
 
 from colossal_nb.plan import sent_bytes as ring
 from colossal_nb.record import Mark, Record, Slice, measures
@@ -17,10 +18,6 @@ def piece(rank, kind, t0, t1, **more):
     lane = "compute" if kind in ("F", "B", "R", "optimizer") else "comm"
     more = {"stage": rank, "microbatch": 0} | more if lane == "compute" else more
     return Slice(rank, lane, kind, t0=t0, t1=t1, **more)
-
-
-def sample(rank, t, where="device", **sizes):
-    return (rank, t, where, "hooks", *(sizes.get(category, 0) for category in CATEGORIES))
 
 
 def step(number, t0, t1, *between, ranks=(0,)):

@@ -1,0 +1,144 @@
+"""Whatever form a loss has, it is that of the whole batch; one that cannot be put together is refused."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from small_gpt import PAD, batch, close, gpt, loss_fn, same_gradients, sequential
+from torch import Tensor, nn
+from torch.nn import functional
+
+import colossal_nb as cnb
+from colossal_nb.parallel import outputs
+
+pytestmark = pytest.mark.ranks
+
+
+class WithLoss(nn.Module):
+    """Takes keywords, returns an object with a loss, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = gpt()
+
+    def forward(self, tokens: Tensor, labels: Tensor, scale: float = 1.0) -> Any:
+        logits = self.inner(tokens)
+        return {"loss": scale * loss_fn(logits, labels), "logits": logits}
+
+    def example_inputs(self) -> tuple[Tensor, Tensor]:
+        (tokens,) = self.inner.example_inputs()
+        return tokens, tokens
+
+
+def _kinds_of_loss(strategy: str) -> None:
+    inputs, targets = batch(5)
+    loss, gradients = sequential(gpt, inputs, targets)
+
+    def pair(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(logits.transpose(1, 2), targets, reduction="sum"), (targets != PAD).sum()
+
+    module = nn.CrossEntropyLoss()
+    for each in (pair, lambda logits, targets: module(logits.view(-1, 29), targets.reshape(-1))):
+        model = cnb.parallelize(gpt(), strategy=strategy)
+        close(cnb.forward_backward(model, each, inputs, targets).item(), loss)
+        same_gradients(model, gradients)
+
+    def summed(logits: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=PAD)
+
+    kept = float((targets != PAD).sum())
+    model = cnb.parallelize(gpt(), strategy=strategy)
+    for _ in range(2):
+        close(cnb.forward_backward(model, summed, inputs, targets).item(), kept * loss)
+    same_gradients(model, gradients, 2 * kept)
+
+    whole = cnb.parallelize(WithLoss(), strategy=strategy)
+    given = {"tokens": inputs, "labels": targets, "scale": 2.0}
+    close(cnb.forward_backward(whole, None, given).item(), 2 * loss)
+    same_gradients(whole, gradients, 2)
+
+
+@pytest.mark.parametrize(
+    ("count", "strategy"), [(1, "microbatches=3"), (2, "dp=2"), (2, "tp=2"), (2, "pp=2"), (4, "dp=2 tp=2")]
+)
+def test_kinds_of_loss(ranks: Any, count: int, strategy: str) -> None:
+    ranks(count).run(_kinds_of_loss, strategy)
+
+
+def _bad_losses(strategy: str) -> list[str]:
+    inputs, targets = batch(5)
+    texts = []
+
+    def summed(logits: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / 7
+
+    def own_mean(logits: Tensor, targets: Tensor) -> Tensor:
+        kept = targets != PAD
+        return -logits.log_softmax(-1)[kept].gather(1, targets[kept][:, None]).mean()
+
+    def mixed(logits: Tensor, targets: Tensor) -> Tensor:
+        return loss_fn(logits, targets) + functional.mse_loss(logits, torch.zeros_like(logits))
+
+    for bad in (summed, own_mean, mixed):
+        model = cnb.parallelize(gpt(), strategy=strategy)
+        first = next(p for p in model.parameters() if not p.isnan().any())  # one that this stage holds
+        first.grad = torch.ones_like(first)
+        for again in range(2):
+            with pytest.raises(ValueError, match="loss_fn") as caught:
+                cnb.forward_backward(model, bad, inputs, targets)
+            if not again:
+                texts.append(str(caught.value))
+        assert torch.equal(first.grad, torch.ones_like(first))
+        assert all(p.grad is None for p in model.parameters() if p is not first)
+        close(cnb.forward_backward(model, loss_fn, inputs, targets).item(), sequential(gpt, inputs, targets)[0])
+    return texts
+
+
+@pytest.mark.parametrize(("count", "strategy"), [(1, "microbatches=2"), (2, "dp=2"), (2, "pp=2")])
+def test_losses_that_cannot_be_put_together(ranks: Any, count: int, strategy: str) -> None:
+    for summed, own_mean, mixed in ranks(count).run(_bad_losses, strategy):
+        assert "on samples of the whole batch at once, but" in summed and "return (sum, count)" in summed
+        assert "averages over something" in own_mean
+        assert "means over different counts" in mixed and "return (sum, count)" in mixed
+
+
+def _some_samples() -> None:
+    with patch.object(outputs, "PROOF_BYTES", 4 * 8 * 6 * 29):  # two samples of each replica
+        _proven_by_some()
+
+
+def _proven_by_some() -> None:
+    inputs, targets = batch(6)
+    seen = []
+
+    def summed(logits: Tensor, targets: Tensor) -> Tensor:
+        seen.append(len(logits))
+        return loss_fn(logits, targets)
+
+    model = cnb.parallelize(gpt(), strategy="dp=2")
+    close(cnb.forward_backward(model, summed, inputs, targets).item(), sequential(gpt, inputs, targets)[0])
+    assert seen == [3, 4, 2, 2]
+    with pytest.raises(ValueError, match="at once"):
+        other = cnb.parallelize(gpt(), strategy="dp=2")
+        cnb.forward_backward(other, lambda logits, targets: loss_fn(logits, targets) * len(logits), inputs, targets)
+
+
+def test_the_comparison_keeps_a_bounded_number_of_samples(ranks: Any) -> None:
+    ranks(2).run(_some_samples)
+
+
+def _scalar_output() -> None:
+    inputs, targets = batch(5)
+    expected = WithLoss()
+    loss = expected(inputs, targets)["loss"]
+    loss.backward()
+    model = cnb.parallelize(WithLoss(), strategy="dp=2")
+    found = model(inputs, targets)
+    close(found["loss"].item(), loss.item())
+    found["loss"].backward()
+    same_gradients(model, [p.grad for p in expected.parameters()])
+
+
+def test_a_loss_in_the_output_is_that_of_the_whole_batch(ranks: Any) -> None:
+    ranks(2).run(_scalar_output)
