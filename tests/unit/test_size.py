@@ -4,13 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import size_report
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_no_file_of_the_package_passes_the_hard_limit():
-    _, too_long = size_report.report(ROOT / "colossal_nb")
+@pytest.mark.parametrize("folder", size_report.FOLDERS)
+def test_no_file_passes_the_hard_limit(folder):
+    _, too_long = size_report.report(ROOT / folder)
     assert too_long == []
 
 
