@@ -58,6 +58,11 @@ class Requests:
         except NameError:
             raise NameError(f"rank {self._cells.world.rank} has no {name!r}; it has: "
                             f"{', '.join(sorted(self._own())) or 'nothing'}") from None
+        if is_parallel(value) and not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"{name} is a parallel {type(value).__name__}: it holds this rank's part and works on the ranks alone. "
+                f"Take the whole weights in a cell of all ranks, whole = model.state_dict(), then %colossal pull whole"
+            )
         parcel.write(path, plain(value) if as_numpy else _detached(value))
         return {"what": describe(value)}
 

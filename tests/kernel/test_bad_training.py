@@ -88,3 +88,13 @@ def test_files_that_both_ranks_write_are_noticed(two: Notebook) -> None:
     apart = "%%colossal\nopen(f'{folder}/{rank}.txt', 'w').close()\nopen(folder + '/log.txt').close()"
     assert made.startswith("/") and "wrote" not in two.ok(apart).said
     two.ok("%%colossal\nimport shutil\ncnb.once(shutil.rmtree)(folder)")
+
+
+def test_a_parallel_model_is_not_pulled_but_its_whole_weights_are(two: Notebook) -> None:
+    two.ok("%%colossal tp=2\n" + REPLICAS + "whole = model.state_dict()\nrows = len(model.state_dict())")
+    for name in ("model", "optimizer"):
+        reply = two.run(f"%colossal pull {name}")
+        assert reply.status == "error"
+        assert "whole = model.state_dict(), then %colossal pull whole" in reply.evalue
+    assert two.ok("%colossal pull whole rows").status == "ok"
+    assert two.ok("print(len(whole) == rows)").stream() == "True\n"
