@@ -1,4 +1,4 @@
-"""Real bytes without a download: the sources of the installed Python's standard library."""
+"""Real data without a download: the sources of Python's standard library, and scikit-learn's handwritten digits."""
 
 import os
 import sysconfig
@@ -16,8 +16,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "
 
 def files(split: str) -> list[Path]:
     """The files of a split, in a fixed order. One file in ten, chosen by a checksum of its name, is for validation."""
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r}: it is one of {', '.join(SPLITS)}")
+    _check_split(split)
     root = Path(sysconfig.get_path("stdlib"))
     kept: list[Path] = []
     for folder, inner, names in os.walk(root):
@@ -61,3 +60,27 @@ def unigram_entropy(split: str) -> float:
     """Entropy of single bytes in nats: the loss of a model that knows only how frequent each byte is."""
     share = torch.bincount(data(split).long(), minlength=256).double() / len(data(split))
     return float(-(share * share.clamp_min(1e-300).log()).sum())
+
+
+def digits(split: str = "train") -> tuple[Tensor, Tensor]:
+    """Handwritten digits: images, float32 (samples, 1, 8, 8) from 0 to 1, and labels, int64 (samples,) from 0 to 9.
+
+    The 1797 of scikit-learn's `load_digits` (UCI, "Optical Recognition of Handwritten Digits"), which come with it;
+    every fifth is for validation. Raises ModuleNotFoundError where scikit-learn is not installed.
+    """
+    _check_split(split)
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "corpus.digits() reads its images from scikit-learn: pip install scikit-learn"
+        ) from error
+    pixels, labels = load_digits(return_X_y=True)
+    chosen = (torch.arange(len(labels)) % 5 == 0) == (split == "validation")
+    images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16
+    return images[chosen], torch.from_numpy(labels).long()[chosen]
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: it is one of {', '.join(SPLITS)}")

@@ -30,6 +30,7 @@ GUESTS = {
     "ipykernel": {"notebook", "engine"},
     "zmq": {"cluster", "engine", "session", "run"},
     "ipyparallel": {"cluster", "engine", "session", "run"},
+    "sklearn": {"corpus"},
 }
 # Rooms that stay small on purpose: everything they may import beside the standard library and ours.
 FRUGAL = {"record": {"numpy", "pandas"}, "plan": {"numpy"}, "run": {"numpy", "pandas"}, "models": {"torch"}}

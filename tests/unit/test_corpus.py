@@ -1,6 +1,7 @@
 """The corpus is real, fixed, split by file and the same on every rank."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -56,3 +57,22 @@ def test_bad_arguments_are_refused_at_the_call(arguments: tuple[int, int, int], 
 def test_unknown_split_is_refused() -> None:
     with pytest.raises(ValueError, match="train, validation"):
         corpus.data("test")
+
+
+def test_digits_are_images_with_labels() -> None:
+    images, labels = corpus.digits("train")
+    assert images.shape == (1437, 1, 8, 8)
+    assert images.dtype == torch.float32
+    assert (images.min().item(), images.max().item()) == (0.0, 1.0)
+    assert labels.dtype == torch.int64
+    assert sorted(labels.unique().tolist()) == list(range(10))
+    unseen, truth = corpus.digits("validation")
+    assert (len(unseen), len(truth)) == (360, 360)
+    with pytest.raises(ValueError, match="train, validation"):
+        corpus.digits("test")
+
+
+def test_digits_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install scikit-learn"):
+        corpus.digits()
