@@ -1,48 +1,9 @@
-"""A GPT in one sitting: embeddings, blocks of attention and MLP, a head. Plain sequential torch."""
-
-import math
+"""A GPT: embeddings, blocks of causal attention and MLP, a head. Plain sequential torch."""
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-
-class Attention(nn.Module):
-    """Causal self-attention. The width is read from the tensors, so a module with fewer heads runs the same lines."""
-
-    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.head_size = hidden // heads
-        self.dropout = dropout
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.out = nn.Linear(hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, hidden) -> (batch, length, hidden)."""
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        dropout = self.dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return result
-
-
-class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.norm_1 = nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads, dropout)
-        self.norm_2 = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.down = nn.Linear(4 * hidden, hidden)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, hidden) -> (batch, length, hidden)."""
-        x = x + self.drop(self.attention(self.norm_1(x)))
-        result: Tensor = x + self.drop(self.down(functional.gelu(self.up(self.norm_2(x)))))
-        return result
+from colossal_nb.models.parts import Block, check_heads, check_length, example_tokens, start, start_residual
 
 
 class GPT(nn.Module):
@@ -64,31 +25,24 @@ class GPT(nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        if hidden % heads:
-            near = max(n for n in range(1, heads + 1) if hidden % n == 0)
-            wide = -(-hidden // heads) * heads
-            raise ValueError(f"heads={heads} does not divide hidden={hidden}: take heads={near} or hidden={wide}")
+        check_heads(hidden, heads)
         self.max_length = max_length
         self.token = nn.Embedding(vocab_size, hidden)
         self.position = nn.Embedding(max_length, hidden)
         self.drop = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(hidden, heads, dropout) for _ in range(layers))
+        blocks = [Block(hidden, heads, dropout, causal=True) for _ in range(layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab_size, bias=False)
-        self.apply(_start)
-        with torch.no_grad():
-            for block in self.blocks:
-                assert isinstance(block, Block)
-                block.attention.out.weight /= math.sqrt(2 * layers)
-                block.down.weight /= math.sqrt(2 * layers)
+        self.apply(start)
+        start_residual((each for block in blocks for each in (block.attention.out, block.down)), layers)
         if tied:
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids (batch, length) -> logits (batch, length, vocab_size)."""
         length = tokens.shape[1]
-        if length > self.max_length:
-            raise ValueError(f"{length} tokens are longer than max_length={self.max_length}")
+        check_length(length, self.max_length)
         x = self.drop(self.token(tokens) + self.position(torch.arange(length, device=tokens.device)))
         for block in self.blocks:
             x = block(x)
@@ -97,12 +51,4 @@ class GPT(nn.Module):
 
     def example_inputs(self) -> tuple[Tensor]:
         """A small input of the right kind: token ids (2, 8)."""
-        length = min(8, self.max_length)
-        return (torch.arange(2 * length, device=self.token.weight.device).view(2, -1) % self.token.num_embeddings,)
-
-
-def _start(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+        return (example_tokens(self.token, self.max_length),)
