@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from colossal_nb import corpus as corpus
     from colossal_nb import models as models
     from colossal_nb.parallel.init import init as init
+    from colossal_nb.parallel.loader import loader as loader
     from colossal_nb.parallel.once import once as once
     from colossal_nb.parallel.parallelize import parallelize as parallelize
     from colossal_nb.parallel.state import full as full
@@ -28,6 +29,7 @@ _HOME = {
     "full": "colossal_nb.parallel.state",
     "full_grad": "colossal_nb.parallel.state",
     "init": "colossal_nb.parallel.init",
+    "loader": "colossal_nb.parallel.loader",
     "log": "colossal_nb.parallel.step",
     "once": "colossal_nb.parallel.once",
     "parallelize": "colossal_nb.parallel.parallelize",
@@ -43,6 +45,7 @@ __all__ = [
     "full",
     "full_grad",
     "init",
+    "loader",
     "log",
     "models",
     "once",

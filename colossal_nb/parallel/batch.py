@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from colossal_nb.parallel.structure import leaves, rebuild
+from colossal_nb.parallel.unread import Unread
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,14 @@ def pieces(inputs: Any, targets: Any, replicas: int, microbatches: int, replica:
 
 def cut(value: Any, samples: int, start: int, stop: int) -> Any:
     """The samples `start` to `stop` - 1 of every tensor inside `value` whose dim 0 has `samples` entries."""
-    if start == 0 and stop == samples:
-        return value
-    return rebuild(value, lambda tensor: tensor[start:stop] if tensor.dim() and tensor.shape[0] == samples else tensor)
+    everything = start == 0 and stop == samples
+
+    def part(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != samples or (everything and not isinstance(tensor, Unread)):
+            return tensor
+        return tensor[start:stop]
+
+    return rebuild(value, part)
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -92,6 +98,9 @@ def checksum(values: list[Tensor]) -> int:
     total = 0
     for tensor in values:
         total = zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode(), total)
+        if isinstance(tensor, Unread):
+            total = zlib.crc32(tensor.origin.encode(), total)
+            continue
         flat = tensor.detach().contiguous().reshape(-1)
         if flat.numel():
             total = zlib.crc32(flat.view(torch.uint8).cpu().numpy().data, total)

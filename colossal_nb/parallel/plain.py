@@ -18,6 +18,7 @@ from colossal_nb.parallel.handle import NAME, Parallel, require_cell
 from colossal_nb.parallel.losses import CountingMeans
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
+from colossal_nb.parallel.unread import whole
 
 LINE = "loss = cnb.forward_backward(model, loss_fn, inputs, targets)"
 
@@ -67,7 +68,7 @@ def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             f"would not reach the others. To train:\n    {LINE}\nTo evaluate: with torch.no_grad(): model(x)"
         )
     if parallel.replicas == 1:
-        return _delivered(parallel, _forward(parallel, args, kwargs))
+        return _delivered(parallel, _forward(parallel, whole(args), whole(kwargs)))
     _average_hooks(parallel)
     return _replicated(parallel, args, kwargs)
 
