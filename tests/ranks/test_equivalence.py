@@ -1,38 +1,18 @@
 """The promise: under every strategy a program prints what it prints on one device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from small_gpt import loss_fn
-from torch import Tensor, nn
+from equivalence import Batch, Outcome, check, train
+from torch import nn
 
-import colossal_nb as cnb
 from colossal_nb.models import GPT, MLP
 
 pytestmark = pytest.mark.ranks
 STEPS = 5
-LR = 1e-3
-RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}
-# Adam divides by the size of a gradient plus eps. The gradient of a key's bias is zero in exact arithmetic; in float32
-# its rounding, 1e-10 and less, against the usual eps of 1e-8 moves a weight further than RTOL allows as soon as the
-# sequential program itself adds its samples in another order.
-EPS = {torch.float64: 1e-8, torch.float32: 1e-5}
-Batch = tuple[Tensor, Tensor]
-
-
-@dataclass
-class Outcome:
-    """What a program shows: numbers per step, whole weights and whole gradients at the end."""
-
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    notes: list[str] = field(default_factory=list)
 
 
 def gpt() -> GPT:
@@ -70,33 +50,9 @@ def points(samples: int, dtype: torch.dtype) -> list[Batch]:
     ]  # fmt: skip
 
 
-def train(
-    make: Callable[[], nn.Module], batches: list[Batch], dtype: torch.dtype, strategy: str | None, clip: float | None
-) -> Outcome:
-    """The example program of the project, written once for one device and for all strategies."""
-    torch.manual_seed(0)
-    model = make().to(dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p), alpha=0.02)  # no weight stays at 0 or 1
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS[dtype])
-    if strategy is not None:
-        model, optimizer = cnb.parallelize(model, optimizer, strategy)
-    losses, norms = [], []
-    for inputs, targets in batches:
-        optimizer.zero_grad()
-        if strategy is None:
-            loss = loss_fn(model(inputs), targets)
-            loss.backward()
-        else:
-            loss = cnb.forward_backward(model, loss_fn, inputs, targets)
-        if clip is not None:
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        optimizer.step()
-        losses.append(loss.item())
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    gradients = {name: cnb.full_grad(p) for name, p in model.named_parameters()}
-    return Outcome(losses, norms, weights, {name: g for name, g in gradients.items() if g is not None})
+def program(*args: Any) -> Outcome:
+    """`train`, as a function of this module: it goes to the ranks together with the models above."""
+    return train(*args)
 
 
 @cache
@@ -108,29 +64,6 @@ def sequential(
 
 def data(make: Callable[[], nn.Module], samples: int, padded: bool, dtype: torch.dtype) -> list[Batch]:
     return points(samples, dtype) if make is mlp else tokens(samples, padded)
-
-
-def _equal(found: Tensor, expected: Tensor, rtol: float) -> None:
-    """Rule L: the difference against the largest entry, or against how far the optimizer can have walked."""
-    assert found.shape == expected.shape
-    floor = max(expected.abs().max().item(), LR * STEPS)
-    assert (found - expected).abs().max().item() <= rtol * floor
-
-
-def check(outcomes: list[Outcome], expected: Outcome, dtype: torch.dtype) -> None:
-    rtol = RTOL[dtype]
-    for outcome in outcomes:
-        assert outcome.losses == outcomes[0].losses
-        assert outcome.norms == outcomes[0].norms
-        _equal(torch.tensor(outcome.losses).double(), torch.tensor(expected.losses).double(), rtol)
-        if expected.norms:
-            _equal(torch.tensor(outcome.norms).double(), torch.tensor(expected.norms).double(), rtol)
-        assert list(outcome.weights) == list(expected.weights)
-        assert list(outcome.gradients) == list(expected.gradients)
-        for name, value in expected.weights.items():
-            _equal(outcome.weights[name], value, rtol)
-        for name, value in expected.gradients.items():
-            _equal(outcome.gradients[name], value, rtol)
 
 
 STRATEGIES = {
@@ -146,7 +79,7 @@ def run(
     dtype: torch.dtype, clip: float | None = None,
 ) -> None:  # fmt: skip
     batches = data(make, samples, padded, dtype)
-    outcomes = ranks(count).run(train, make, batches, dtype, strategy, clip)
+    outcomes = ranks(count).run(program, make, batches, dtype, strategy, clip)
     check(outcomes, sequential(make, samples, padded, dtype, clip), dtype)
 
 
