@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from colossal_nb import corpus as corpus
     from colossal_nb import models as models
+    from colossal_nb.parallel.checkpoint import load as load
+    from colossal_nb.parallel.checkpoint import save as save
     from colossal_nb.parallel.init import init as init
     from colossal_nb.parallel.loader import loader as loader
     from colossal_nb.parallel.once import once as once
@@ -29,10 +31,12 @@ _HOME = {
     "full": "colossal_nb.parallel.state",
     "full_grad": "colossal_nb.parallel.state",
     "init": "colossal_nb.parallel.init",
+    "load": "colossal_nb.parallel.checkpoint",
     "loader": "colossal_nb.parallel.loader",
     "log": "colossal_nb.parallel.step",
     "once": "colossal_nb.parallel.once",
     "parallelize": "colossal_nb.parallel.parallelize",
+    "save": "colossal_nb.parallel.checkpoint",
     "schedule": "colossal_nb.plan",
 }
 _MODULES = ("corpus", "models")
@@ -45,11 +49,13 @@ __all__ = [
     "full",
     "full_grad",
     "init",
+    "load",
     "loader",
     "log",
     "models",
     "once",
     "parallelize",
+    "save",
     "schedule",
 ]
 

@@ -1,0 +1,128 @@
+"""`save` and `load`: a training run on disk, written under one strategy and read under any other."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossal_nb.parallel import objects
+from colossal_nb.parallel.group import Group
+from colossal_nb.parallel.handle import Parallel
+from colossal_nb.parallel.outcome import alike, together
+from colossal_nb.parallel.saving import folder, rng
+from colossal_nb.parallel.saving.contents import Contents, contents
+from colossal_nb.parallel.saving.draft import check_alike, draft_of, merged
+from colossal_nb.parallel.saving.fill import fill, go_on
+from colossal_nb.parallel.saving.fitting import check_fits
+from colossal_nb.parallel.saving.shards import Index, Reader, write
+from colossal_nb.parallel.world import World
+
+
+def save(path: str | PathLike[str], model: nn.Module, optimizer: Any = None, **extra: Any) -> None:
+    """Write model, optimizer and what else belongs to the run into the folder `path`; `load` reads it. Collective.
+
+    `optimizer`: one, a list of several, or None. `extra`, by name: objects with `state_dict()` (a scheduler, a data
+    loader), whose state is kept, and plain values (tensors, numbers, strings, lists, tuples, sets, dicts), kept as
+    rank 0 has them. The random states (rank 0's) and the place in the sequence of dropout masks go along; gradients do
+    not.
+
+    The folder is independent of the strategy: it holds whole tensors under the model's own names, each rank writes its
+    part. A checkpoint that was there is replaced in one instant at the end: an error, an interrupt or a full disk
+    leaves the old one. All ranks must see one file system.
+
+    Raises on all ranks alike: ValueError for a path that differs between ranks or belongs to something else, and for
+    values that cannot be kept (naming them), OSError where writing fails.
+    """
+    everything = contents(model, optimizer)
+    parallel, group = everything.parallel, _group(everything.parallel)
+    target = folder.agreed(path, group, "save")
+    if parallel is not None and parallel.accumulating:
+        raise ValueError("save inside accumulate(model) would lose the gradients of the calls so far: save after it")
+    states = {name: _state_of(name, value) for name, value in extra.items()}
+    draft = alike(lambda: draft_of(everything, states, group.index == 0), group, "save")
+    drafts = objects.all_gather(draft.plain, group, "save")
+    check_alike(drafts, group)
+    own = folder.new_name()
+    try:
+        name = together(lambda: folder.begin(target, own) if group.index == 0 else "", group, "save")[0]
+        data = target / name
+        alike(lambda: _require_seen(data), group, "save")
+        index = write(data, draft.pieces, group, World.current().rank)
+        sums = together(lambda: _sums(data, index, group.index), group, "save")
+        content = {**merged(drafts), "data": name, "tensors": index.to_plain()}
+        content["files"] = {file: each for own in sums for file, each in own.items()}
+        alike(lambda: folder.commit(target, content) if group.index == 0 else None, group, "save")
+    except BaseException:
+        if group.index == 0:
+            folder.drop(target, own)
+        raise
+
+
+def load(path: str | PathLike[str], model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
+    """Read what `save` wrote, under any strategy, into a model and optimizers built as for the save. Collective.
+
+    The model may be parallel or not; weights, buffers, the optimizer's states and settings, random states and the place
+    in the sequence of dropout masks become those of the save, so that the next steps are those of a run that went on.
+    Without `optimizer` its part stays unread. Returns `extra` by name: plain values as they were (tensors in host
+    memory), of an object its state: `scheduler.load_state_dict(extra["scheduler"])`.
+
+    Raises on all ranks alike, before anything is changed: FileNotFoundError where there is no checkpoint, ValueError
+    where it is damaged or does not fit (listing names and shapes).
+    """
+    everything = contents(model, optimizer)
+    group, rank = _group(everything.parallel), World.current().rank
+    source = folder.agreed(path, group, "load")
+    content = alike(lambda: _checked(source, everything, group), group, "load")
+    reader = Reader(source / content["data"], Index.from_plain(content["tensors"]))
+    extra: dict[str, Any] = alike(lambda: fill(everything, content, reader, rank), group, "load")
+    parallel = everything.parallel
+    if parallel is not None:
+        go_on(parallel, content["position"])
+    rng.restore(content["random"])
+    return extra
+
+
+def _group(parallel: Parallel | None) -> Group:
+    """The ranks that save or load together: the model's mesh, or all ranks of the cell."""
+    world = World.current()
+    if parallel is not None:
+        return parallel.group()
+    return world.whole() if world.subset is None else world.some("cell", tuple(sorted(world.subset)))
+
+
+def _state_of(name: str, value: Any) -> Any:
+    if isinstance(value, torch.optim.Optimizer):
+        raise ValueError(
+            f"{name} is an optimizer: give optimizers by the third argument, save(path, model, [first, second])"
+        )
+    state = getattr(value, "state_dict", None)
+    return state() if callable(state) and not isinstance(value, type) else value
+
+
+def _require_seen(data: Path) -> None:
+    if not data.is_dir():
+        raise FileNotFoundError(
+            f"{data}, which rank 0 has just made, is not to be seen here: the ranks need one file system"
+        )
+
+
+def _sums(data: Path, index: Index, number: int) -> dict[str, list[int]]:
+    """Size and checksum of the files that this rank wrote."""
+    names = {place.relative_path for place in index.places.values()}
+    return {name: folder.checksum(data / name) for name in sorted(names) if name.startswith(f"__{number}_")}
+
+
+def _checked(source: Path, everything: Contents, group: Group) -> dict[str, Any]:
+    """What the checkpoint says, after all that can be wrong with it has been looked for.
+
+    The files are dealt to the ranks: each is read once.
+    """
+    content = folder.read(source)
+    check_fits(content, everything)
+    files = sorted(content["files"].items())
+    folder.verify(source / content["data"], files[group.index :: group.size])
+    return content

@@ -1,0 +1,157 @@
+"""A checkpoint on disk: a folder with one small file that names where the data is, replaced in one instant.
+
+    path/checkpoint.json      what is in it; written last
+    path/data-1f2e3d4c/       the tensors, in the format of torch's distributed checkpoint
+
+A save writes a new data folder, then replaces checkpoint.json, then removes the old data: whatever ends it, the file
+names a whole checkpoint, the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from colossal_nb.parallel.group import Group
+from colossal_nb.parallel.objects import all_gather
+
+FILE = "checkpoint.json"
+FORMAT, VERSION = "colossal_nb checkpoint", 1
+_DATA = re.compile(r"data-[0-9a-f]{8}")
+_DRAFT = FILE + ".new"
+_BLOCK_BYTES = 2**20
+
+
+def agreed(path: Any, group: Group, of: str) -> Path:
+    """The absolute path that all ranks were given. Raises ValueError on all of them where they were not given one.
+
+    Collective.
+    """
+    try:
+        text = str(Path(os.fspath(path)).expanduser().absolute())
+    except (TypeError, RuntimeError):
+        text = ""
+    given = all_gather((text, type(path).__name__), group, of)
+    wrong = [kind for each, kind in given if not each]
+    if wrong:
+        raise ValueError(f"the path of a checkpoint is a string or a pathlib.Path, not a {wrong[0]}")
+    if len({each for each, _ in given}) > 1:
+        listed = ", ".join(f"rank {rank}: {each}" for rank, (each, _) in zip(group.ranks, given, strict=True))
+        raise ValueError(
+            f"{of} takes the same path on every rank, and all ranks work on the one folder; it was given {listed}: "
+            "leave rank out of the path, and give an absolute one where ranks have changed their folder"
+        )
+    return Path(text)
+
+
+def new_name() -> str:
+    """A name for a data folder that nobody has had."""
+    return f"data-{uuid.uuid4().hex[:8]}"
+
+
+def begin(path: Path, name: str) -> str:
+    """Make a data folder; returns its name. Raises ValueError where something else lies at the path."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file; a checkpoint is a folder: choose another name")
+    others = [each.name for each in path.iterdir() if not _is_ours(each.name)] if path.exists() else []
+    if others:
+        shown = ", ".join(sorted(others)[:3])
+        raise ValueError(
+            f"{path} is a folder with other things in it ({shown}{', ...' if len(others) > 3 else ''}): "
+            "a checkpoint has a folder of its own"
+        )
+    (path / name).mkdir(parents=True)
+    return name
+
+
+def drop(path: Path, name: str) -> None:
+    """Remove what `begin` made, of a save that did not come to its end; not what `commit` has made the checkpoint."""
+    with suppress(FileNotFoundError, ValueError):
+        if read(path)["data"] == name:
+            return
+    shutil.rmtree(path / name, ignore_errors=True)
+    with suppress(OSError):
+        (path / _DRAFT).unlink()
+    with suppress(OSError):
+        path.rmdir()  # only where it is empty: there was no checkpoint before
+
+
+def commit(path: Path, content: dict[str, Any]) -> None:
+    """Make this the checkpoint, in one instant; then remove the data of the one before."""
+    text = json.dumps(content)
+    head = json.dumps({"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(text.encode())})
+    with open(path / _DRAFT, "w", encoding="utf-8") as draft:
+        draft.write(f"{head}\n{text}\n")
+        draft.flush()
+        os.fsync(draft.fileno())
+    os.replace(path / _DRAFT, path / FILE)
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+    for each in path.iterdir():
+        if _DATA.fullmatch(each.name) and each.name != content["data"]:
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `commit` wrote. Raises FileNotFoundError or ValueError, saying what is there instead."""
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {path}: nothing of that name")
+    if not path.is_dir():
+        raise ValueError(
+            f"{path} is a file, no checkpoint of cnb.save (a folder); weights of torch.save come in by "
+            "model.load_state_dict(torch.load(path))"
+        )
+    if not (path / FILE).is_file():
+        started = any(_DATA.fullmatch(each.name) for each in path.iterdir())
+        why = "a save began there and did not come to its end" if started else f"it has no {FILE}"
+        raise FileNotFoundError(f"there is no checkpoint of cnb.save at {path}: {why}")
+    try:
+        head, text, *_ = (path / FILE).read_text(encoding="utf-8").split("\n")
+        about = json.loads(head)
+        if about["format"] != FORMAT:
+            raise ValueError
+        if about["version"] == VERSION and about["crc32"] == zlib.crc32(text.encode()):
+            content: dict[str, Any] = json.loads(text)
+            return content
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path / FILE} is damaged, or no file of cnb.save") from None
+    if about["version"] != VERSION:
+        raise ValueError(f"{path} has version {about['version']} of the format; this colossal_nb reads {VERSION}")
+    raise ValueError(f"{path / FILE} is damaged: its text is not what was written")
+
+
+def checksum(file: Path) -> list[int]:
+    """Bytes and CRC-32 of a file."""
+    crc = size = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            crc, size = zlib.crc32(block, crc), size + len(block)
+    return [size, crc]
+
+
+def verify(folder: Path, files: Iterable[tuple[str, list[int]]]) -> None:
+    """Raises ValueError where a file is not what was written."""
+    for name, (size, crc) in files:
+        if not (folder / name).is_file():
+            raise ValueError(f"the checkpoint is not whole: {folder / name} is missing")
+        found = checksum(folder / name)
+        if found[0] != size:
+            raise ValueError(f"the checkpoint is damaged: {folder / name} has {found[0]} of {size} bytes")
+        if found[1] != crc:
+            raise ValueError(f"the checkpoint is damaged: the bytes of {folder / name} are not those that were written")
+
+
+def _is_ours(name: str) -> bool:
+    # Hidden files (of a file manager, of Jupyter) are nobody's; a save leaves them where they are.
+    return name in (FILE, _DRAFT) or name.startswith(".") or _DATA.fullmatch(name) is not None
