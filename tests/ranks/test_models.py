@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 import torch
 from equivalence import Batch, Outcome, check, train
+from small_gpt import loss_fn
 from torch import Tensor, nn
 
+import colossal_nb as cnb
 from colossal_nb.models import BERT, GPT, Llama, ViT
+from colossal_nb.parallel import report
+from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.plan.layout import Shard
 
 pytestmark = pytest.mark.ranks
 STEPS = 3
@@ -96,3 +101,96 @@ def test_equal_to_sequential(
 ) -> None:
     outcomes = ranks(count).run(program, make, batches(make, samples, dtype), dtype, strategy, None)
     check(outcomes, sequential(make, samples, dtype), dtype)
+
+
+def cuts(make: Make, strategy: str) -> tuple[dict[str, str], list[str]]:
+    """Per parameter how it is cut along tp ("" is whole), and the report."""
+    model = cnb.parallelize(make(), strategy=strategy)
+    found = {}
+    for name, p in model.named_parameters():
+        layout = layout_of(p)
+        placement = layout.placement("tp")
+        found[name] = ""
+        if isinstance(placement, Shard):
+            found[name] = f"dim {placement.dim}: {p.shape[placement.dim]} of {layout.global_shape[placement.dim]}"
+    return found, report.lines(model)
+
+
+COLUMN_QKV = {"attention.qkv.weight": "dim 0: 24 of 48", "attention.qkv.bias": "dim 0: 24 of 48"}
+ROW_OUT = {"attention.out.weight": "dim 1: 8 of 16"}
+UP_DOWN = {"up.weight": "dim 0: 32 of 64", "up.bias": "dim 0: 32 of 64", "down.weight": "dim 1: 32 of 64"}
+SWIGLU = {
+    "mlp.gate.weight": "dim 0: 24 of 48",
+    "mlp.up.weight": "dim 0: 24 of 48",
+    "mlp.down.weight": "dim 1: 24 of 48",
+}
+GROUPED = {
+    "attention.q.weight": "dim 0: 8 of 16",
+    "attention.k.weight": "dim 0: 4 of 8",
+    "attention.v.weight": "dim 0: 4 of 8",
+}
+ROWS = "dim 0: 129 of 257"
+CUT: dict[Any, tuple[dict[str, str], dict[str, str]]] = {  # in every block; elsewhere
+    gpt: (COLUMN_QKV | ROW_OUT | UP_DOWN, {"token.weight": ROWS, "head.weight": ROWS}),
+    llama: (GROUPED | ROW_OUT | SWIGLU, {"token.weight": ROWS, "head.weight": ROWS}),
+    bert: (COLUMN_QKV | ROW_OUT | UP_DOWN, {"token.weight": ROWS, "head.decoder.bias": ROWS}),
+    vit: (COLUMN_QKV | ROW_OUT | UP_DOWN, {}),
+}
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_matrices_of_all_blocks_and_the_vocabulary_are_cut(ranks: Any, make: Make) -> None:
+    in_blocks, elsewhere = CUT[make]
+    expected = {f"blocks.{block}.{name}": cut for block in range(2) for name, cut in in_blocks.items()} | elsewhere
+    found, lines = ranks(2).run(cuts, make, "tp=2")[0]
+    assert {name: cut for name, cut in found.items() if cut} == expected
+    text = "\n".join(lines)
+    assert "blocks.0-1.attention: q" in text
+    assert all(f"whole: {name}" not in text for name in ("blocks", "token", "head.decoder"))
+
+
+def losses(make: Make, strategy: str, dropout: float) -> list[float]:
+    torch.manual_seed(0)
+    model = make(dropout=dropout).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer = cnb.parallelize(model, optimizer, strategy)
+    found = []
+    for inputs, targets in batches(make, 7, torch.float64):
+        optimizer.zero_grad()
+        found.append(cnb.forward_backward(model, loss_fn, inputs, targets).item())
+        optimizer.step()
+    return found
+
+
+@cache
+def alone(ranks: Any, make: Make) -> list[float]:
+    found, without = (ranks(1).run(losses, make, "", dropout)[0] for dropout in (0.1, 0.0))
+    assert all(abs(a - b) > 1e-4 for a, b in zip(found, without, strict=True))
+    return found
+
+
+@pytest.mark.parametrize(("count", "strategy"), CASES)
+@pytest.mark.parametrize("make", MODELS)
+def test_dropout_is_the_same_everywhere(ranks: Any, count: int, strategy: str, make: Make) -> None:
+    expected = alone(ranks, make)
+    for found in ranks(count).run(losses, make, strategy, 0.1):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+def evaluated(make: Make, strategy: str) -> tuple[Tensor, Tensor]:
+    """The output of all samples, from a model that is parallel and from one that is not."""
+    torch.manual_seed(0)
+    model = make().double().eval()
+    ((inputs, _), *_) = batches(make, 3, torch.float64)
+    keywords = inputs if isinstance(inputs, dict) else {}
+    plain = () if keywords else (inputs,)
+    with torch.no_grad():
+        expected = model(*plain, **keywords)
+        return cnb.parallelize(model, strategy=strategy)(*plain, **keywords), expected
+
+
+@pytest.mark.parametrize(("count", "strategy"), [(2, "pp=2"), (4, "dp=2 tp=2"), (8, "dp=2 tp=2 pp=2")])
+@pytest.mark.parametrize("make", MODELS)
+def test_evaluation_gives_the_whole_output(ranks: Any, count: int, strategy: str, make: Make) -> None:
+    for found, expected in ranks(count).run(evaluated, make, strategy):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
