@@ -8,7 +8,7 @@ from tensor_models import Decoder, NormedMLP
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colossal_nb.models import GPT, MLP
+from colossal_nb.models import GPT, MLP, Llama, ViT
 from colossal_nb.parallel.tensor.planning import unproved
 from colossal_nb.parallel.tensor.text import report_lines
 from colossal_nb.parallel.tensor.values import Change, Pair, TensorPlan
@@ -228,6 +228,43 @@ def test_heads_that_do_not_divide() -> None:
         "attention blocks.0.attention has 4 independent groups (heads); tp=3 does not divide them: tp=2 or tp=4 "
         "(2 more alike)"
     )
+
+
+MULTI_QUERY, GROUPED = {"heads": 4, "kv_heads": 1}, {"heads": 6, "kv_heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "words"),
+    [
+        ({"heads": 4}, 8, "has 4 independent groups (heads); tp=8 does not divide them: tp=2 or tp=4"),
+        (MULTI_QUERY, 3, "has 4 independent groups (heads); tp=3 does not divide them: tp=2 or tp=4"),
+        (MULTI_QUERY, 8, "has 4 independent groups (heads); tp=8 does not divide them: tp=2 or tp=4"),
+        ({"heads": 4, "kv_heads": 2}, 3, "has 4 independent groups (heads); tp=3 does not divide them: tp=2 or tp=4"),
+        (GROUPED, 2, "has 3 independent groups (heads); tp=2 does not divide them: tp=3"),
+        (GROUPED, 8, "has 6 independent groups (heads); tp=8 does not divide them: tp=3 or tp=6"),
+    ],
+)
+def test_more_ranks_than_heads_and_copied_heads_are_refused_alike(options: dict[str, int], tp: int, words: str) -> None:
+    # Copies of keys and values make more groups than there are; the value features of one head are none of them.
+    model = Llama(vocab_size=31, layers=1, hidden=48, max_length=16, **options)
+    with pytest.raises(ValueError, match="independent groups") as problem:
+        decided(model, tp)
+    assert str(problem.value) == f"attention blocks.0.attention {words}"
+
+
+def test_copies_of_key_value_heads_go_as_far_as_the_query_heads() -> None:
+    plan = decided(Llama(vocab_size=31, layers=1, hidden=48, heads=6, kv_heads=3, max_length=16), 6)
+    parts = dict(pair_of(plan, "blocks.0.attention.out").columns)
+    assert [len(part) for part in parts["blocks.0.attention.q"]] == [8] * 6
+    assert parts["blocks.0.attention.k"] == tuple(features(range(8 * g, 8 * g + 8)) for g in (0, 0, 1, 1, 2, 2))
+
+
+def test_parameters_that_no_rule_knows_are_named() -> None:
+    model = ViT(image_size=8, patch_size=4, classes=5, layers=1, hidden=16, heads=4)
+    whole = reasons(decided(model, 2))
+    assert whole["patches.weight"] == "no rule cuts a parameter of Conv2d"
+    assert whole["positions"] == whole["class_token"] == "no rule cuts a parameter of ViT"
+    assert set(whole) == {"patches.weight", "positions", "class_token", "head"}
 
 
 def test_the_report_is_short() -> None:

@@ -7,19 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel.structure import rebuild
-from colossal_nb.parallel.tensor.values import Parts, even_parts
 from colossal_nb.parallel.trace import Call, Trace
 
 PUSHES = (1.0, -1.0, 10.0, -10.0, 100.0, -100.0)  # a dead ReLU needs a larger push, in the right direction
 ROWS_AT_ONCE = 256
-LEVELS = 6  # kinds of features (by reach and column) that are combined when some must be copied
 
 
 class _Arrived(BaseException):
@@ -169,90 +166,3 @@ def _moved(
 def _noise(base: Tensor) -> float:
     """Below this a difference may be rounding: samples of one batch need not take the same path through a kernel."""
     return 1e-5 * max(float(base.abs().max()), 1e-3)
-
-
-@dataclass(frozen=True)
-class Deal:
-    """Which rank gets which features: of the row's input, of all columns' outputs counted through."""
-
-    row_parts: Parts
-    column_parts: Parts
-    groups: int
-
-
-class NotDealtError(Exception):
-    """These features stay whole; the text says why."""
-
-
-class DoesNotDivideError(Exception):
-    """`groups` equal groups of several features (heads) cannot be dealt to the ranks; another number of ranks can."""
-
-    def __init__(self, groups: int) -> None:
-        super().__init__(groups)
-        self.groups = groups
-
-
-def deal(reached: Tensor, owners: Tensor, ranks: int) -> Deal:
-    """Deals the connected components of `reached` to the ranks. `owners`: the column of each of its columns' features.
-
-    Fewer components than ranks (multi-query attention, few key/value heads): features that reach far are copied, so
-    that the others fall apart; of these ways the one that copies least. Raises NotDealtError, DoesNotDivideError.
-    """
-    labels = _components(reached)
-    groups, sizes = torch.unique(labels, return_counts=True)
-    equal, single = bool((sizes == sizes[0]).all()), bool((sizes == 1).all())
-    if single and len(groups) < ranks:
-        raise NotDealtError(f"{len(groups)} features cannot be dealt to {ranks} ranks")
-    if single or (equal and len(groups) % ranks == 0):
-        return _dealt(reached, labels, even_parts(len(groups), ranks))
-    copied = _least_copies(reached, owners, ranks) if ranks % len(groups) == 0 else None
-    if copied is not None:
-        return copied
-    if len(groups) == 1:
-        raise NotDealtError("everything depends on everything: something there mixes all features")
-    if not equal:
-        raise NotDealtError(f"the {len(groups)} independent groups are of unequal size")
-    raise DoesNotDivideError(len(groups))
-
-
-def _least_copies(reached: Tensor, owners: Tensor, ranks: int) -> Deal | None:
-    fan = reached.sum(0)
-    levels = sorted({level for level in zip(fan.tolist(), owners.tolist(), strict=True) if level[0]})[:LEVELS]
-    best: tuple[int, Deal] | None = None
-    for count in range(1, len(levels) + 1):
-        for chosen in combinations(levels, count):
-            keep = torch.stack([(fan == reach_of) & (owners == owner) for reach_of, owner in chosen]).any(0)
-            labels = _components(reached[:, keep])
-            groups, sizes = torch.unique(labels, return_counts=True)
-            if len(groups) % ranks or len(set(sizes.tolist())) > 1:
-                continue
-            dealt = _dealt(reached, labels, even_parts(len(groups), ranks))
-            held = sum(len(part) for part in dealt.column_parts)
-            if best is None or held < best[0]:
-                best = held, dealt
-    if best is None or best[0] > 0.9 * ranks * int((fan > 0).sum()):
-        return None  # nearly everything would be copied: nothing to gain
-    return best[1]
-
-
-def _dealt(reached: Tensor, labels: Tensor, shares: Parts) -> Deal:
-    groups = torch.unique(labels)
-    nowhere = ~reached.any(0)
-    row_parts, column_parts = [], []
-    for share in shares:
-        mine = torch.isin(labels, groups[list(share)])
-        row_parts.append(tuple(mine.nonzero().flatten().tolist()))
-        column_parts.append(tuple((reached[mine].any(0) | nowhere).nonzero().flatten().tolist()))
-    return Deal(tuple(row_parts), tuple(column_parts), len(groups))
-
-
-def _components(reached: Tensor) -> Tensor:
-    """A label per row of `reached`, equal for rows that hang together through columns; labels are row numbers."""
-    labels = torch.arange(reached.shape[0])
-    joining = reached[:, reached.sum(0) > 1]
-    if joining.shape[1]:
-        for column in torch.unique(joining, dim=1).T:
-            members = torch.unique(labels[column])
-            if len(members) > 1:
-                labels[torch.isin(labels, members)] = members.min()
-    return labels

@@ -9,17 +9,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from colossal_nb.parallel.tensor.dataflow import INPUT, Flow, dataflow
-from colossal_nb.parallel.tensor.probe import Deal, DoesNotDivideError, NotDealtError, Region, deal, reach, region_of
+from colossal_nb.parallel.tensor.deal import Deal, Dealer, DoesNotDivideError, NotDealtError
+from colossal_nb.parallel.tensor.probe import Region, reach, region_of
 from colossal_nb.parallel.tensor.search import draws_alike, find_changes
 from colossal_nb.parallel.tensor.values import Change, Pair, Parts, VocabularyShard, even_parts
 from colossal_nb.parallel.trace import Trace
 
 LEAST_ROWS = 16
 """Rows per rank below which a vocabulary stays whole: its collectives would cost more than they save."""
+
+
+@dataclass(frozen=True)
+class Undivided:
+    """Groups (heads) that cannot be dealt to these ranks; other numbers of ranks, in `works`, can have them."""
+
+    groups: int
+    works: tuple[int, ...]
 
 
 class Rules:
@@ -35,8 +45,8 @@ class Rules:
         self.users = _users(model)
         self.whole: dict[str, str] = {}
         self.pairs: list[Pair] = []
-        self._kinds: dict[Hashable, tuple[Pair, str] | str | int] = {}
-        self._undivided: dict[str, tuple[str, int]] = {}
+        self._kinds: dict[Hashable, tuple[Pair, str] | str | Undivided] = {}
+        self._undivided: dict[str, tuple[str, Undivided]] = {}
         for columns, row in self._candidates():
             self._pair(columns, row)
         if self._undivided:
@@ -74,32 +84,47 @@ class Rules:
         if kind not in self._kinds:
             self._kinds[kind] = self._decide(region)
         decided = self._kinds[kind]
-        if isinstance(decided, int):
+        if isinstance(decided, Undivided):
             self._undivided[region.call.name] = type(region.call.module).__name__, decided
         elif isinstance(decided, str):
             self.whole.update(dict.fromkeys((*columns, row), decided))
         else:
             self.pairs.append(_moved_to(decided[0], decided[1], region, self.flow))
 
-    def _decide(self, region: Region) -> tuple[Pair, str] | str | int:
-        """The pair, with the name of its region; else why it stays whole, or the number of groups to refuse."""
+    def _decide(self, region: Region) -> tuple[Pair, str] | str | Undivided:
+        """The pair, with the name of its region; else why it stays whole, or what is refused."""
         columns = ", ".join(_below(name, region.call.name) for name in region.columns)
         between = f"between {columns} and {_below(region.row, region.call.name)}"
+        dealer = Dealer(reach(region), region.owners)
         try:
-            dealt = deal(reach(region), region.owners, self.ranks)
-        except DoesNotDivideError as problem:
-            return problem.groups
+            dealt = dealer.deal(self.ranks)
+        except DoesNotDivideError:
+            return self._other_numbers(region, dealer) or Undivided(dealer.groups, ())
         except NotDealtError as problem:
-            return f"{between} {problem}"
+            shared = self._other_numbers(region, dealer) if dealer.groups == 1 else None
+            return shared or f"{between} {problem}"
         found = find_changes(region, dealt, self.ranks)
         if found is None:
-            return f"no change of integer attributes makes one rank's part run right {between}"
+            more_than_heads = self._other_numbers(region, dealer) if dealt.copied else None
+            return more_than_heads or f"no change of integer attributes makes one rank's part run right {between}"
         if len({len(part) for part in dealt.row_parts}) > 1 and not draws_alike(region, dealt, self.ranks):
             return f"{dealt.groups} features make unequal parts, and dropout {between} needs equal ones"
         changes, narrow = found
         parts = tuple(zip(region.columns, _column_parts(region, dealt), strict=True))
         pair = Pair(region.call.name, parts, region.row, dealt.row_parts, dealt.groups, changes, narrow)
         return pair, region.call.name
+
+    def _other_numbers(self, region: Region, dealer: Dealer) -> Undivided | None:
+        """Numbers of ranks, up to twice these, that the region runs right on; None if there are none."""
+        works: dict[int, int] = {}
+        for ranks in range(2, 2 * self.ranks + 1):
+            try:
+                dealt = dealer.deal(ranks)
+            except (DoesNotDivideError, NotDealtError):
+                continue
+            if ranks != self.ranks and find_changes(region, dealt, ranks) is not None:
+                works[ranks] = dealt.groups
+        return Undivided(max(works.values()), tuple(works)) if works else None
 
     def _vocabularies(self) -> Iterator[VocabularyShard]:
         """Embeddings of the model's inputs and linears that end in its output, cut by rows; tied ones together."""
@@ -126,7 +151,7 @@ class Rules:
         return not flow.readers[name] and name in flow.to_output
 
     def _rest(self) -> None:
-        """A reason for each linear and embedding that no rule took."""
+        """A reason for each linear and embedding that no rule took, and for other parameters of more than one dim."""
         taken = {name for pair in self.pairs for name in (pair.row, *(column for column, _ in pair.columns))}
         taken |= {name for shard in self.vocabulary for name in (*shard.embeddings, *shard.heads)}
         for name in self.flow.order:
@@ -135,6 +160,13 @@ class Rules:
         for name, module in self.modules.items():
             if isinstance(module, nn.Linear) and name not in self.flow.sources:
                 self.whole[name] = "its weight is used without calling it"
+            elif not isinstance(module, nn.Linear | nn.Embedding):
+                wide = [
+                    f"{name}.{kind}".lstrip(".")
+                    for kind, p in module._parameters.items()
+                    if p is not None and p.ndim > 1
+                ]
+                self.whole.update(dict.fromkeys(wide, f"no rule cuts a parameter of {type(module).__name__}"))
 
     def _reason(self, name: str) -> str:
         if isinstance(self.modules[name], nn.Embedding) and INPUT not in self.flow.sources[name]:
@@ -208,18 +240,19 @@ def _moved_to(pair: Pair, origin: str, region: Region, flow: Flow) -> Pair:
     return Pair(name, columns, region.row, pair.row_parts, pair.groups, changes, pair.narrow, groups)
 
 
-def _undivided_text(undivided: dict[str, tuple[str, int]], ranks: int) -> str:
+def _undivided_text(undivided: dict[str, tuple[str, Undivided]], ranks: int) -> str:
     """One sentence per different number of groups, with the numbers of ranks that work."""
     said: list[str] = []
-    by_groups: dict[int, list[str]] = defaultdict(list)
-    for region, (kind, groups) in undivided.items():
+    alike: dict[Undivided, list[str]] = defaultdict(list)
+    for region, (kind, problem) in undivided.items():
         word = "attention" if "att" in kind.lower() else kind
-        by_groups[groups].append(f"{word} {region}".strip())
-    for groups, regions in by_groups.items():
-        near = [f"tp={n}" for n in range(2, groups + 1) if groups % n == 0] or ["tp=1"]
+        alike[problem].append(f"{word} {region}".strip())
+    for problem, regions in alike.items():
+        near = [f"tp={n}" for n in problem.works] or ["tp=1"]
         more = f" ({len(regions) - 1} more alike)" if len(regions) > 1 else ""
         choices = ", ".join(near[:-1]) + " or " + near[-1] if len(near) > 1 else near[0]
         said.append(
-            f"{regions[0]} has {groups} independent groups (heads); tp={ranks} does not divide them: {choices}{more}"
+            f"{regions[0]} has {problem.groups} independent groups (heads); tp={ranks} does not divide them: "
+            f"{choices}{more}"
         )
     return "; ".join(said)

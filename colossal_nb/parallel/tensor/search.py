@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel.tensor.dataflow import is_node
+from colossal_nb.parallel.tensor.deal import Deal
 from colossal_nb.parallel.tensor.linear1d import narrow_input
-from colossal_nb.parallel.tensor.probe import Deal, Region
+from colossal_nb.parallel.tensor.probe import Region
 from colossal_nb.parallel.tensor.values import Change
 
 MOST_CHANGES = 3
