@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import isqrt, log, prod
@@ -117,14 +118,21 @@ def _as_25d(tp: int) -> str:
 
 
 def _product(s: Strategy) -> str:
-    return " ".join(f"{axis}={getattr(s, axis)}" for axis in AXES if getattr(s, axis) not in (None, 1)) or "dp=1"
+    return " ".join(f"{axis}={size}" for axis, size in _sizes(s).items()) or "dp=1"
+
+
+def _sizes(s: Strategy) -> dict[str, int]:
+    """The axes of more than one rank, in the order in which they are written."""
+    sizes = {field.name: getattr(s, field.name) or 1 for field in dataclasses.fields(s) if field.name in AXES}
+    return {axis: size for axis, size in sizes.items() if size > 1}
 
 
 def _nearest(s: Strategy, engines: int) -> str:
     """The sizes closest to the wanted ones that use as many of the engines as they can."""
     if engines < 1:
         return ""
-    wanted = {axis: getattr(s, axis) or 1 for axis in AXES if getattr(s, axis) not in (None, 1)}
+    sizes = _sizes(s)
+    wanted = {axis: sizes[axis] for axis in AXES if axis in sizes}  # of two as near, the one with fewer outer ranks
     options = [_candidates(size, engines) for size in wanted.values()]
     fitting = [sizes for sizes in product(*options) if prod(sizes) <= engines]
 
@@ -132,8 +140,9 @@ def _nearest(s: Strategy, engines: int) -> str:
         change = sum(log(want / size) ** 2 for want, size in zip(wanted.values(), sizes, strict=True))
         return -prod(sizes), change
 
-    best = min(fitting, key=distance)
-    named = " ".join(f"{axis}={size}" for axis, size in zip(wanted, best, strict=True) if size > 1)
+    nearest = min(fitting, key=distance)
+    best = dict(zip(wanted, nearest, strict=True))
+    named = " ".join(f"{axis}={best[axis]}" for axis in sizes if best[axis] > 1)
     return f"; nearest that fits: {named or 'dp=1'}"
 
 

@@ -38,21 +38,22 @@ def _field(default: int | str | None, doc: str, choices: tuple[int | str, ...] =
 class Strategy:
     """How a cell is spread over the engines. A new field is one line here; everything else follows from it.
 
-    `None` stands for what depends on the rest: `filled(engines)` puts the numbers in.
+    `None` stands for what depends on the rest: `filled(engines)` puts the numbers in. Strategies are printed in the
+    order of the fields, which is the one in which people write them; the order of the mesh is `AXES`.
     """
 
     dp: int | None = _field(None, "data-parallel replicas (left out: fills the engines, engines / (pp*sp*tp))")
+    tp: int = _field(1, "tensor parallel ranks")
     pp: int = _field(1, "pipeline stages")
-    schedule: str = _field("1f1b", "order of the pipeline's work", ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv"))
-    chunks: int | None = _field(None, "virtual stages per rank (left out: 1; 2 for interleaved and zbv)")
+    sp: int = _field(1, "sequence (context) parallel ranks")
     microbatches: int | None = _field(
         None, "microbatches per step (left out: pp); with pp=1 gradient accumulation inside a step"
     )
-    sp: int = _field(1, "sequence (context) parallel ranks")
-    sp_mode: str = _field("ring", "ring attention or all-to-all", ("ring", "ulysses"))
-    tp: int = _field(1, "tensor parallel ranks")
+    schedule: str = _field("1f1b", "order of the pipeline's work", ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv"))
+    chunks: int | None = _field(None, "virtual stages per rank (left out: 1; 2 for interleaved and zbv)")
     tp_mode: str = _field("1d", "tensor parallel algorithm", ("1d", "1d-sp", "2d", "2.5d", "3d"))
     depth: int = _field(1, "layers of the 2.5d grid: tp = depth*q*q")
+    sp_mode: str = _field("ring", "ring attention or all-to-all", ("ring", "ulysses"))
     zero: int = _field(0, "sharded over dp: 1 optimizer, 2 + gradients, 3 + parameters", (0, 1, 2, 3))
     offload: str = _field("none", "where what is idle lives", ("none", "cpu", "nvme", "auto"))
     precision: str = _field(

@@ -46,6 +46,13 @@ def test_empty_text_is_the_default():
     assert str(Strategy()) == ""
 
 
+@pytest.mark.parametrize("text", ["dp=2 tp=2 pp=2 microbatches=4 schedule=gpipe", "tp=2 pp=2 sp=2", "tp=4 tp_mode=2d"])
+def test_it_is_printed_in_the_order_in_which_people_write_it(text):
+    words = text.split()
+    assert str(Strategy.parse(" ".join(reversed(words)))) == text
+    assert Strategy.parse("pp=2 tp=2").describe(8) == "dp=2 (filled) tp=2 pp=2"
+
+
 def test_capitals_are_forgiven():
     assert Strategy.parse("TP=2 Schedule=GPipe TP_Mode=1D") == Strategy(tp=2, schedule="gpipe")
 
@@ -141,9 +148,9 @@ def test_microbatches_and_chunks_depend_on_the_rest():
 
 def test_too_many_engines_says_what_would_fit():
     assert refused(lambda: Strategy(pp=2, tp=4).check(4)) == (
-        "pp=2 tp=4 needs 8 engines, there are 4; nearest that fits: tp=4"
+        "tp=4 pp=2 needs 8 engines, there are 4; nearest that fits: tp=4"
     )
-    assert "nearest that fits: pp=2 tp=2" in refused(lambda: Strategy(pp=3, tp=3).check(4))
+    assert "nearest that fits: tp=2 pp=2" in refused(lambda: Strategy(pp=3, tp=3).check(4))
 
 
 @given(small, st.integers(1, 16))
