@@ -15,19 +15,23 @@ from colossal_nb.parallel.losses import FIX, Part
 from colossal_nb.parallel.structure import leaves
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_FIXED = 5  # sum, count, mixed counts, their spread, dtype
+_FIXED = 8  # sum, count, mixed counts, their spread, dtype, samples, spread of the counts, inexact parts
 DATA_CHECKS = 3  # calls after parallelize whose batch is compared over the ranks, before one in DATA_EVERY
 DATA_EVERY = 64
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The same on every rank. `active`: whether a parameter had a gradient on any rank."""
+    """The same on every rank. `active`: whether a parameter had a gradient on any rank.
+
+    `uneven`: samples of different parts do not count alike, in a loss that is more than one mean or one sum.
+    """
 
     loss: float
     count: float
     dtype: torch.dtype
     active: dict[str, bool]
+    uneven: bool
 
     def tensor(self, device: str) -> torch.Tensor:
         """The loss as loss_fn would have returned it."""
@@ -44,19 +48,25 @@ def totals(parallel: Parallel, parts: list[Part]) -> Totals:
     if group.size > 1:
         # dtype: every replica that computed a loss wrote the same one into its own place of a sum.
         group.run("all_reduce", [row], of="loss")
-    total, count, mixed, spread, code = row[:_FIXED].tolist()
-    if spread * count - mixed * mixed > 1e-9 * mixed * mixed:
+    total, count, mixed, spread, code, samples, counts_spread, inexact = row[:_FIXED].tolist()
+    if _not_proportional(spread, count, mixed):
         raise ValueError(
             "loss_fn adds means over different counts, and their ratio is not the same in every part of the batch, so "
             f"the parts cannot be put together: {FIX}"
         )
     active = dict(zip(parallel.parameters, (row[_FIXED:] > 0).tolist(), strict=False))
     loss = total / count if count else math.nan
-    return Totals(loss, count, _DTYPES[int(code)], active)
+    uneven = inexact > 0 and _not_proportional(counts_spread, samples, count)
+    return Totals(loss, count, _DTYPES[int(code)], active, uneven)
+
+
+def _not_proportional(spread: float, b: float, a: float) -> bool:
+    """Whether numbers a_i and b_i with these sums have no common ratio; `spread` is the sum of a_i^2 / b_i (Cauchy)."""
+    return spread * b - a * a > 1e-9 * a * a
 
 
 def _row(parallel: Parallel, parts: list[Part]) -> torch.Tensor:
-    """sum, count, counts of all means, the sum of their squares over count, dtype; then a flag per parameter."""
+    """What `_FIXED` names, of this rank's parts; then a flag per parameter."""
     place = parallel.place
     fixed = [0.0] * _FIXED
     if parts and parallel.is_last and place["tp"] == place["sp"] == 0:
@@ -64,6 +74,9 @@ def _row(parallel: Parallel, parts: list[Part]) -> torch.Tensor:
         fixed[1] = sum(part.count for part in parts)
         fixed[2] = sum(part.mixed for part in parts)
         fixed[3] = sum(part.mixed**2 / part.count if part.count else math.inf * bool(part.mixed) for part in parts)
+        fixed[5] = sum(part.samples for part in parts)
+        fixed[6] = sum(part.count**2 / part.samples for part in parts)
+        fixed[7] = sum(not part.exact for part in parts)
         if place["dp"] == 0:
             fixed[4] = _DTYPES.index(parts[0].dtype)
     flags: list[float] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from colossal_nb.parallel import objects
 from colossal_nb.parallel.batch import cut, move
+from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.handle import Parallel
-from colossal_nb.parallel.losses import FIX, CountingMeans, part
+from colossal_nb.parallel.losses import FIX, Part, part
 from colossal_nb.parallel.structure import leaves, rebuild
 
 LossFn = Callable[[Any, Any], Any]
@@ -21,6 +23,8 @@ Kept = list[tuple[int, int, Any]]  # start, stop, output of these samples
 # Two orders of summation of the same losses differ by rounding alone; parts put together wrongly, by far more.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-5}
 COARSE_TOLERANCE = 1e-2
+# Of gradients with respect to the outputs, as a part of the largest: rounding is relative to each element's own terms.
+SLOPE_TIMES = 10
 # What the comparison may keep of the outputs of all parts; with larger ones it looks at the first samples of each.
 PROOF_BYTES = 64 * 2**20
 
@@ -70,25 +74,26 @@ def kind(loss_fn: LossFn) -> Any:
     return getattr(getattr(inner, "__func__", inner), "__code__", type(inner))
 
 
-def compare(
-    parallel: Parallel, loss_fn: LossFn, kept: Kept, targets: Any, samples: int, loss: float
-) -> None:
-    """Evaluate `loss_fn` on the outputs of all kept samples at once and compare with what their parts give.
+def compare(parallel: Parallel, loss_fn: LossFn, kept: Kept, targets: Any, samples: int) -> None:
+    """Evaluate `loss_fn` on the outputs of all kept samples at once, and on those of each part; compare the losses and
+    their gradients with respect to the outputs.
 
     Raises ValueError on all ranks alike. Runs on the last stage; random states are left as they were.
     """
-    verdict = torch.zeros(3, dtype=torch.float64)
+    verdict = torch.zeros(4, dtype=torch.float64)
     if parallel.is_last:
         pieces = [piece for each in objects.all_gather(kept, parallel.group("dp"), "outputs") for piece in each]
-        verdict[:] = torch.tensor(_differs(parallel, loss_fn, sorted(pieces, key=_start), targets, samples, loss))
+        verdict[:] = torch.tensor(_differs(parallel, loss_fn, sorted(pieces, key=_start), targets, samples))
     group = parallel.group()
     if group.size > 1:
         group.run("all_reduce", [verdict], of="loss check")
-    votes, plain, together = verdict.tolist()
+    votes, plain, together, slope = verdict.tolist()
     if votes:
+        plain, together, slope = plain / votes, together / votes, slope / votes
         raise ValueError(
-            f"loss_fn gives {plain / votes:.6g} on samples of the whole batch at once, but {together / votes:.6g} when "
-            f"it is put together from their parts: it averages over something that forward_backward cannot count: {FIX}"
+            f"loss_fn gives {plain:.6g} on samples of the whole batch at once, but {together:.6g} when it is put "
+            f"together from their parts (gradients differ by {slope:.1%} of the largest): it is more than a mean or a "
+            f"sum over samples, and forward_backward cannot know of what: {FIX}"
         )
 
 
@@ -96,31 +101,64 @@ def _start(piece: tuple[int, int, Any]) -> int:
     return piece[0]
 
 
+@dataclass(frozen=True)
+class _Evaluated:
+    """A loss put together from pieces, its gradient with respect to the outputs, the difference that is rounding."""
+
+    loss: float
+    slopes: list[Tensor]
+    tolerance: float
+
+
 def _differs(
-    parallel: Parallel, loss_fn: LossFn, pieces: Kept, targets: Any, samples: int, loss: float
-) -> tuple[float, float, float]:
-    """(1, plain loss, loss from the parts) where these differ by more than rounding, else zeros."""
-    given = [(start, stop, cut(targets, samples, start, stop)) for start, stop, _ in pieces]
-    count = sum(stop - start for start, stop, _ in pieces)
-    whole = move(joined(pieces), parallel.device), joined(given), count
-    plain = _loss(loss_fn, [whole])
-    if count < samples:
-        moved = (move(output, parallel.device) for _, _, output in pieces)
-        split = [(output, target, stop - start) for output, (start, stop, target) in zip(moved, given, strict=True)]
-        loss = _loss(loss_fn, split)[0]
-    # A nan on both sides is equal, and a loss that is random by itself cannot be compared.
-    if abs(plain[0] - loss) > plain[1] * max(abs(plain[0]), abs(loss)) and _loss(loss_fn, [whole]) == plain:
-        return 1.0, plain[0], loss
-    return 0.0, 0.0, 0.0
+    parallel: Parallel, loss_fn: LossFn, pieces: Kept, targets: Any, samples: int
+) -> tuple[float, float, float, float]:
+    """(1, plain loss, loss from the parts, difference of gradients) where more differs than rounding, else zeros."""
+    split = []
+    for start, stop, output in pieces:
+        split.append((move(output, parallel.device), cut(targets, samples, start, stop), stop - start))
+    given = [(start, stop, target) for (start, stop, _), (_, target, _) in zip(pieces, split, strict=True)]
+    whole = move(joined(pieces), parallel.device), joined(given), sum(count for _, _, count in split)
+    plain, together = _evaluated(loss_fn, [whole]), _evaluated(loss_fn, split)
+    difference = abs(plain.loss - together.loss)
+    one_nan = math.isnan(plain.loss) != math.isnan(together.loss)
+    slope = max(map(_slope_difference, plain.slopes, together.slopes), default=0.0)
+    wrong = one_nan or difference > plain.tolerance * max(abs(plain.loss), abs(together.loss))
+    # A loss that is random by itself cannot be compared.
+    if (wrong or slope > SLOPE_TIMES * plain.tolerance) and _evaluated(loss_fn, [whole]).loss == plain.loss:
+        return 1.0, plain.loss, together.loss, slope
+    return 0.0, 0.0, 0.0, 0.0
 
 
-def _loss(loss_fn: LossFn, pieces: list[tuple[Any, Any, int]]) -> tuple[float, float]:
-    """The loss put together from pieces (output, targets, samples), and the relative difference that is rounding."""
-    parts, batch = [], sum(samples for _, _, samples in pieces)
-    with torch.random.fork_rng(), torch.no_grad():
-        for output, targets, samples in pieces:
-            with CountingMeans() as means:
+def _slope_difference(plain: Tensor, together: Tensor) -> float:
+    largest = plain.abs().max().item() if plain.numel() else 0.0
+    if plain.shape != together.shape or not math.isfinite(largest) or not largest:
+        return 0.0
+    return (plain - together).abs().max().item() / largest
+
+
+def _evaluated(loss_fn: LossFn, pieces: list[tuple[Any, Any, int]]) -> _Evaluated:
+    """The loss of pieces (output, targets, samples)."""
+    batch, parts, variables = sum(samples for _, _, samples in pieces), [], []
+    with torch.random.fork_rng(), torch.enable_grad():
+        for detached, targets, samples in pieces:
+            output = rebuild(detached, lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()))
+            variables.append([leaf for leaf in leaves(output) if leaf.requires_grad and leaf.dim()])
+            with CountingMeans(by_hand=True) as means:
                 value = loss_fn(output, targets)
             parts.append(part(value, means.taken(), samples, batch))
     count = sum(one.count for one in parts) or math.nan
-    return math.fsum(one.sum for one in parts) / count, TOLERANCE.get(parts[0].dtype, COARSE_TOLERANCE)
+    slopes = [_slopes(one, inputs, count) for one, inputs in zip(parts, variables, strict=True)]
+    return _Evaluated(
+        math.fsum(one.sum for one in parts) / count,
+        [torch.cat(column) for column in zip(*slopes, strict=True)],
+        TOLERANCE.get(parts[0].dtype, COARSE_TOLERANCE),
+    )
+
+
+def _slopes(one: Part, inputs: list[Tensor], count: float) -> list[Tensor]:
+    if not one.value.requires_grad:
+        return [torch.zeros_like(x) for x in inputs]
+    seed = torch.full_like(one.value, one.weight / count)
+    found = torch.autograd.grad(one.value, inputs, seed, allow_unused=True)
+    return [torch.zeros_like(x) if each is None else each for x, each in zip(inputs, found, strict=True)]

@@ -14,8 +14,8 @@ from torch.autograd import Function
 from colossal_nb.parallel import objects
 from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
+from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.handle import NAME, Parallel, require_cell
-from colossal_nb.parallel.losses import CountingMeans
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.unread import whole
@@ -105,8 +105,8 @@ def _replicated(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any
         output = _forward(parallel, args, kwargs)
     if parallel.is_last:
         sizes = [end - begin for begin, end in parts]
-        counts = means.taken().counts
-        weight = (counts[0] if counts else float(last - first)) if stop > start else 0.0
+        seen = means.taken().means
+        weight = (seen[0].count if seen else float(last - first)) if stop > start else 0.0
         output = _joined(parallel, output, sizes, last - first, weight)
     return _delivered(parallel, output)
 

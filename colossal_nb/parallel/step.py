@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from colossal_nb.parallel import agree, events, gradients, memory, outputs
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
+from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel, require
-from colossal_nb.parallel.losses import CountingMeans, Part, Seen, own_loss, part
+from colossal_nb.parallel.losses import Part, own_loss, part
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
+from colossal_nb.parallel.trace import untouched
 from colossal_nb.parallel.world import World
 
 
@@ -51,9 +53,10 @@ def forward_backward(
 
     Every tensor of `inputs` and `targets` whose dim 0 is the batch size is cut into dp x microbatches parts; anything
     else goes whole. A dict of inputs calls `model(**inputs)`, a tuple `model(*inputs)`. `loss_fn(output, targets)`
-    returns a scalar (a mean; torch's own mean losses are counted right, another scalar is weighted by samples) or
-    (sum, count); None takes the model's own `.loss`. The loss (0-dim, detached) is the sum of the sums over the sum of
-    the counts, the same bits on every rank. With `return_output` the result is (loss, output of the whole batch).
+    returns a scalar (a mean: torch's own and those written by hand are counted right, another scalar is weighted by
+    samples; or one of torch's sums) or (sum, count); None takes the model's own `.loss`. The loss (0-dim, detached) is
+    the sum of the sums over the sum of the counts, the same bits on every rank. With `return_output` the result is
+    (loss, output of the whole batch).
 
     Raises ValueError on all ranks for batches that differ between ranks and for losses that cannot be put together.
     """
@@ -67,28 +70,38 @@ def forward_backward(
     inputs, targets = move(inputs, parallel.device), move(targets, parallel.device)
     samples = batch_size(inputs)
     mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
-    compares = _compares(parallel, loss_fn, samples)
     with gradients.kept_apart(list(parallel.held().values())):
-        keep = "all" if return_output else "some" if compares else ""
-        done = Done(mine, keep, samples, parallel.replicas * len(mine))
-        _run(parallel, loss_fn, done)
-        totals = agree.totals(parallel, done.parts)
-        if compares:
-            assert loss_fn is not None
-            outputs.compare(parallel, loss_fn, done.kept, targets, samples, totals.loss)
-            parallel.compared.add(outputs.kind(loss_fn))
+        keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples, uneven=False) else ""
+        done, totals = _attempt(parallel, loss_fn, mine, keep, samples)
+        if not keep and _compares(parallel, loss_fn, samples, uneven=totals.uneven):
+            # Its parts count unequally for the first time, and their outputs are gone: once more, to compare.
+            for p in parallel.held().values():
+                p.grad = None
+            with untouched(model):
+                done, totals = _attempt(parallel, loss_fn, mine, "some", samples)
+        if loss_fn is not None and _compares(parallel, loss_fn, samples, uneven=totals.uneven):
+            outputs.compare(parallel, loss_fn, done.kept, targets, samples)
+            parallel.compared |= {(outputs.kind(loss_fn), uneven) for uneven in (False, totals.uneven)}
         gradients.finish(parallel, totals.active, 1 if _at_once(parallel, mine) else totals.count)
     events.stepped(parallel, totals.loss)
     loss = totals.tensor(parallel.device)
     return (loss, outputs.whole(parallel, done.kept)) if return_output else loss
 
 
-def _compares(parallel: Parallel, loss_fn: LossFn | None, samples: int) -> bool:
-    """Whether this call proves that the parts' losses make the whole: once for each loss_fn, where there are parts for
-    every replica."""
+def _attempt(
+    parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: str, samples: int
+) -> tuple[Done, agree.Totals]:
+    done = Done(mine, keep, samples, parallel.replicas * len(mine))
+    _run(parallel, loss_fn, done)
+    return done, agree.totals(parallel, done.parts)
+
+
+def _compares(parallel: Parallel, loss_fn: LossFn | None, samples: int, *, uneven: bool) -> bool:
+    """Whether it is to be proved that the parts' losses make the whole: once for each loss_fn, and once more when its
+    parts first count unequally; where there are parts for every replica."""
     if loss_fn is None or parallel.replicas * parallel.microbatches == 1 or samples < parallel.replicas:
         return False
-    return outputs.kind(loss_fn) not in parallel.compared
+    return (outputs.kind(loss_fn), uneven) not in parallel.compared
 
 
 def _at_once(parallel: Parallel, mine: list[Piece]) -> bool:
@@ -135,7 +148,7 @@ def measured(loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, batc
     if loss_fn is None:
         return part(own_loss(output), seen, piece.samples, batch)
     try:
-        with CountingMeans() as means:
+        with CountingMeans(by_hand=True) as means:
             value = loss_fn(output, piece.targets)
     except Exception as error:
         whole = [list(t.shape) for t in leaves(piece.targets) if not t.dim() or t.shape[0] != piece.samples]

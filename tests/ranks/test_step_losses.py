@@ -73,14 +73,13 @@ def _bad_losses(strategy: str) -> list[str]:
     def summed(logits: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / 7
 
-    def own_mean(logits: Tensor, targets: Tensor) -> Tensor:
-        kept = targets != PAD
-        return -logits.log_softmax(-1)[kept].gather(1, targets[kept][:, None]).mean()
+    def squared(logits: Tensor, targets: Tensor) -> Tensor:
+        return loss_fn(logits, targets) ** 2
 
     def mixed(logits: Tensor, targets: Tensor) -> Tensor:
         return loss_fn(logits, targets) + functional.mse_loss(logits, torch.zeros_like(logits))
 
-    for bad in (summed, own_mean, mixed):
+    for bad in (summed, squared, mixed):
         model = cnb.parallelize(gpt(), strategy=strategy)
         first = next(p for p in model.parameters() if not p.isnan().any())  # one that this stage holds
         first.grad = torch.ones_like(first)
@@ -97,10 +96,59 @@ def _bad_losses(strategy: str) -> list[str]:
 
 @pytest.mark.parametrize(("count", "strategy"), [(1, "microbatches=2"), (2, "dp=2"), (2, "pp=2")])
 def test_losses_that_cannot_be_put_together(ranks: Any, count: int, strategy: str) -> None:
-    for summed, own_mean, mixed in ranks(count).run(_bad_losses, strategy):
+    for summed, squared, mixed in ranks(count).run(_bad_losses, strategy):
         assert "on samples of the whole batch at once, but" in summed and "return (sum, count)" in summed
-        assert "averages over something" in own_mean
+        assert "more than a mean or a sum" in squared
         assert "means over different counts" in mixed and "return (sum, count)" in mixed
+
+
+def masked_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=PAD)
+    kept = targets.flatten() > 20  # few: a part may have none
+    return (each * kept).sum() / kept.sum()
+
+
+def index_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    kept = targets != PAD
+    return -logits.log_softmax(-1)[kept].gather(1, targets[kept][:, None]).mean()
+
+
+def clamped_mean(logits: Tensor, targets: Tensor) -> Tensor:
+    each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=PAD)
+    kept = targets.flatten() > 20
+    return (each * kept).sum() / kept.sum().clamp(min=1)
+
+
+def z_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return loss_fn(logits, targets) + 1e-2 * logits.logsumexp(-1).pow(2).mean()
+
+
+def _by_hand(strategy: str) -> None:
+    """Equal to one device or refused, in the first call and after another batch and another loss."""
+    whole, padded = batch(6), batch(5)
+    whole[1].clamp_(min=0)  # no padding
+    for each in (masked_mean, index_mean, clamped_mean, z_loss):
+        for earlier in ([], [(loss_fn, padded)], [(each, whole)]):
+            model = cnb.parallelize(gpt(), strategy=strategy)
+            for loss, given in earlier:
+                cnb.forward_backward(model, loss, *given)
+                model.zero_grad()
+            expected = gpt()
+            value = each(expected(padded[0]), padded[1])
+            value.backward()
+            if each is z_loss:
+                with pytest.raises(ValueError, match=r"return \(sum, count\)"):
+                    cnb.forward_backward(model, each, *padded)
+                continue
+            close(cnb.forward_backward(model, each, *padded).item(), value.item())
+            same_gradients(model, [p.grad for p in expected.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("count", "strategy"), [(4, "dp=4"), (2, "pp=2 microbatches=4"), (1, "microbatches=5"), (4, "dp=2 tp=2")]
+)
+def test_means_written_by_hand(ranks: Any, count: int, strategy: str) -> None:
+    ranks(count).run(_by_hand, strategy)
 
 
 def _some_samples() -> None:
@@ -118,7 +166,7 @@ def _proven_by_some() -> None:
 
     model = cnb.parallelize(gpt(), strategy="dp=2")
     close(cnb.forward_backward(model, summed, inputs, targets).item(), sequential(gpt, inputs, targets)[0])
-    assert seen == [3, 4, 2, 2]
+    assert seen == [3, 4, 2, 2]  # its part; two samples of each replica, together and apart
     with pytest.raises(ValueError, match="at once"):
         other = cnb.parallelize(gpt(), strategy="dp=2")
         cnb.forward_backward(other, lambda logits, targets: loss_fn(logits, targets) * len(logits), inputs, targets)

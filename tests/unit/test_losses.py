@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colossal_nb.parallel.losses import CountingMeans, Part, Seen, own_loss, part
+from colossal_nb.parallel.counting import CountingMeans, Seen
+from colossal_nb.parallel.losses import Part, own_loss, part
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -20,7 +21,7 @@ def together(loss: Loss, output: Tensor, target: Tensor, at: int) -> float:
 
 
 def measure(loss: Loss, output: Tensor, target: Tensor) -> Part:
-    with CountingMeans() as means:
+    with CountingMeans(by_hand=True) as means:
         value = loss(output, target)
     return part(value, means.taken(), len(output), len(output))
 
@@ -67,6 +68,13 @@ CASES: dict[str, tuple[Loss, Tensor, Tensor]] = {
     "triplet": (lambda x, y: F.triplet_margin_loss(x, y, x.flip(1)), ROWS, REAL),
     "triplet with distance": (lambda x, y: F.triplet_margin_with_distance_loss(x, y, x.flip(1)), ROWS, REAL),
     "own scalar of samples": (lambda x, y: ((x - y) ** 2).sum(1).mean(), ROWS, REAL),
+    "masked mean": (lambda x, y: -x.log_softmax(1)[y != -100].gather(1, y[y != -100][:, None]).mean(), ROWS, CLASSES),
+    "sum over a mask": (lambda x, y: (x[:, 0] * (y > 1)).sum() / (y > 1).sum(), ROWS, CLASSES),
+    "sum over a mask that may be empty": (lambda x, y: (x[:, 0] * (y < 0)).sum() / (y < 0).sum().clamp(min=1),
+                                          ROWS, CLASSES),
+    "torch's sum over a count": (lambda x, y: F.cross_entropy(x, y, reduction="sum") / (y > 0).sum(), ROWS, CLASSES),
+    "sum over numel": (lambda x, y: torch.sum((x - y) ** 2) / y.numel(), ROWS, REAL),
+    "negated mean": (lambda x, y: -torch.mean(x * y), ROWS, REAL),
     "two means over the same": (lambda x, y: F.mse_loss(x, y) + 0.1 * F.l1_loss(x, y), ROWS, REAL),
 }  # fmt: skip
 
@@ -108,14 +116,28 @@ def test_old_reduction_arguments_are_understood() -> None:
     for old in ({"size_average": True}, {"size_average": False}, {"reduce": False}):
         with means, pytest.warns(UserWarning, match="size_average"):
             F.mse_loss(ROWS, REAL, **old)
-    assert means.taken().counts == (N * C,)
+    assert [mean.count for mean in means.taken().means] == [N * C]
 
 
 def test_sums_are_not_counted() -> None:
     with CountingMeans() as means:
-        F.cross_entropy(ROWS, CLASSES, reduction="sum")
+        total = F.cross_entropy(ROWS, CLASSES, reduction="sum")
         F.mse_loss(ROWS, REAL, reduction="none").mean()
-    assert means.taken().counts == ()
+    assert means.taken() == Seen(sums=(total,))
+    assert means.taken() == Seen()
+
+
+def test_what_is_exact() -> None:
+    def exact(loss: Loss) -> bool:
+        return measure(loss, ROWS, CLASSES).exact
+
+    assert exact(F.cross_entropy)
+    assert exact(nn.CrossEntropyLoss(reduction="sum"))
+    assert exact(lambda x, y: x.logsumexp(1).mean())
+    assert not exact(lambda x, y: 2 * F.cross_entropy(x, y))
+    assert not exact(lambda x, y: F.cross_entropy(x - x.mean(), y))
+    assert not exact(lambda x, y: x.pow(2).sum() / y.numel())
+    assert not exact(lambda x, y: x.norm())
 
 
 def test_different_counts_are_noticed() -> None:
