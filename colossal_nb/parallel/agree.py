@@ -16,8 +16,8 @@ from colossal_nb.parallel.structure import leaves
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _FIXED = 8  # sum, count, mixed counts, their spread, dtype, samples, spread of the counts, inexact parts
-DATA_CHECKS = 3  # calls after parallelize whose batch is compared over the ranks, before one in DATA_EVERY
-DATA_EVERY = 64
+FIRST_CALLS = 3  # after parallelize, whose batches are compared whole and before anything is computed
+SAMPLED = 1 << 14  # elements of each tensor that are compared in later calls
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,29 @@ class Totals:
         return torch.tensor(self.loss, dtype=self.dtype, device=device)
 
 
-def totals(parallel: Parallel, parts: list[Part]) -> Totals:
-    """Add up the parts of all ranks in one small all-reduce; every rank gets the same bits.
+def totals(parallel: Parallel, parts: list[Part], data: int) -> Totals:
+    """Add up the parts of all ranks in one small all-reduce; every rank gets the same bits. `data`: see `sampled`.
 
-    Raises ValueError on all ranks alike when the loss is a mean over counts that do not grow together.
+    Raises ValueError on all ranks alike when they were given different data, and when the loss is a mean over counts
+    that do not grow together.
     """
     row = _row(parallel, parts)
     group = parallel.group()
+    flags = len(row) - _FIXED
     if group.size > 1:
+        every = torch.zeros(group.size, dtype=torch.float64)
+        every[group.index] = data
+        row = torch.cat([row, every])
         # dtype: every replica that computed a loss wrote the same one into its own place of a sum.
         group.run("all_reduce", [row], of="loss")
+        _refuse_odd([group.ranks[index] for index in odd_ranks(row[-group.size :].tolist())])
     total, count, mixed, spread, code, samples, counts_spread, inexact = row[:_FIXED].tolist()
     if _not_proportional(spread, count, mixed):
         raise ValueError(
             "loss_fn adds means over different counts, and their ratio is not the same in every part of the batch, so "
             f"the parts cannot be put together: {FIX}"
         )
-    active = dict(zip(parallel.parameters, (row[_FIXED:] > 0).tolist(), strict=False))
+    active = dict(zip(parallel.parameters, (row[_FIXED:][:flags] > 0).tolist(), strict=False))
     loss = total / count if count else math.nan
     uneven = inexact > 0 and _not_proportional(counts_spread, samples, count)
     return Totals(loss, count, _DTYPES[int(code)], active, uneven)
@@ -86,14 +92,21 @@ def _row(parallel: Parallel, parts: list[Part]) -> torch.Tensor:
 
 
 def compare_data(parallel: Parallel, inputs: Any, targets: Any) -> None:
-    """Compare a checksum of the batch over the ranks, in the first calls and rarely later.
+    """Compare a checksum of the batch over the ranks, in the first calls; later `totals` does.
 
     Raises ValueError on all ranks alike that names the ranks whose data differ.
     """
     group = parallel.group()
-    if group.size == 1 or not (parallel.calls < DATA_CHECKS or parallel.calls % DATA_EVERY == 0):
-        return
-    odd = differing(checksum(leaves((inputs, targets))), group, "batch checksum")
+    if group.size > 1 and parallel.calls < FIRST_CALLS:
+        _refuse_odd(differing(checksum(leaves((inputs, targets))), group, "batch checksum"))
+
+
+def sampled(parallel: Parallel, inputs: Any, targets: Any) -> int:
+    """A checksum of the batch that costs little, however large it is."""
+    return checksum(leaves((inputs, targets)), SAMPLED) if parallel.group().size > 1 else 0
+
+
+def _refuse_odd(odd: list[int]) -> None:
     if odd:
         raise ValueError(
             f"the batch of {ranks_text(odd)} differs from the others': forward_backward takes the same global batch on "

@@ -67,18 +67,19 @@ def forward_backward(
 
         split(parallel, arguments(inputs))
     agree.compare_data(parallel, inputs, targets)
+    data = agree.sampled(parallel, inputs, targets)
     inputs, targets = move(inputs, parallel.device), move(targets, parallel.device)
     samples = batch_size(inputs)
     mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
     with gradients.kept_apart(list(parallel.held().values())):
         keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples, uneven=False) else ""
-        done, totals = _attempt(parallel, loss_fn, mine, keep, samples)
+        done, totals = _attempt(parallel, loss_fn, mine, keep, samples, data)
         if not keep and _compares(parallel, loss_fn, samples, uneven=totals.uneven):
             # Its parts count unequally for the first time, and their outputs are gone: once more, to compare.
             for p in parallel.held().values():
                 p.grad = None
             with untouched(model):
-                done, totals = _attempt(parallel, loss_fn, mine, "some", samples)
+                done, totals = _attempt(parallel, loss_fn, mine, "some", samples, data)
         if loss_fn is not None and _compares(parallel, loss_fn, samples, uneven=totals.uneven):
             outputs.compare(parallel, loss_fn, done.kept, targets, samples)
             parallel.compared |= {(outputs.kind(loss_fn), uneven) for uneven in (False, totals.uneven)}
@@ -89,11 +90,11 @@ def forward_backward(
 
 
 def _attempt(
-    parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: str, samples: int
+    parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: str, samples: int, data: int
 ) -> tuple[Done, agree.Totals]:
     done = Done(mine, keep, samples, parallel.replicas * len(mine))
     _run(parallel, loss_fn, done)
-    return done, agree.totals(parallel, done.parts)
+    return done, agree.totals(parallel, done.parts, data)
 
 
 def _compares(parallel: Parallel, loss_fn: LossFn | None, samples: int, *, uneven: bool) -> bool:

@@ -111,20 +111,29 @@ def test_accumulate_reduces_once(ranks: Any, count: int, strategy: str) -> None:
     assert ranks(count).run(_accumulated, strategy) == [1] * count
 
 
-def _odd_data() -> str:
-    model = cnb.parallelize(MLP(4, 8, 3).double(), strategy="dp=4")
-    x = torch.ones(4, 4, dtype=torch.float64)
-    if World.current().rank == 2:
-        x[3, 3] = 2
-    with pytest.raises(ValueError) as error:
+def _odd_data(strategy: str, calls: int) -> str:
+    model = cnb.parallelize(MLP(4, 8, 3, layers=4).double(), strategy=strategy)
+
+    def step(odd: bool) -> None:
+        x = torch.ones(4, 4, dtype=torch.float64)
+        x[3, 3] += odd
         cnb.forward_backward(model, functional.cross_entropy, x, torch.zeros(4).long())
-    x = torch.ones(4, 4, dtype=torch.float64)
-    cnb.forward_backward(model, functional.cross_entropy, x, torch.zeros(4).long())
+
+    for _ in range(calls):
+        step(odd=False)
+    before = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="differs from") as error:
+        step(odd=World.current().rank == 2)
+    for p, grad in zip(model.parameters(), before, strict=True):
+        assert (p.grad is None) if grad is None else torch.equal(p.grad, grad)
+    step(odd=False)
     return str(error.value)
 
 
-def test_ranks_whose_data_differ_are_named(ranks: Any) -> None:
-    for text in ranks(4).run(_odd_data):
+@pytest.mark.parametrize("strategy", ["dp=4", "tp=2 pp=2"])
+@pytest.mark.parametrize("calls", [0, 5])
+def test_ranks_whose_data_differ_are_named(ranks: Any, strategy: str, calls: int) -> None:
+    for text in ranks(4).run(_odd_data, strategy, calls):
         assert text.startswith("the batch of rank 2 differs from the others'")
 
 
