@@ -1,6 +1,7 @@
 """Completion and help while typing: fields and values on the magic line, the ranks' variables below it."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,8 @@ from colossal_nb.notebook.options import CELL, VERBS
 from colossal_nb.plan.strategy import FIELDS
 
 CELL_MAGIC, LINE_MAGIC = "%%colossal", "%colossal"
+_CELL = re.compile(rf"{CELL_MAGIC}(?!\w)")
+_LINE = re.compile(rf"\s*{LINE_MAGIC}(?!\w)")
 LIMIT_S = 2.0
 """No key press waits longer for the ranks."""
 
@@ -52,8 +55,7 @@ def _last_word(typed: str) -> tuple[list[str], str]:
 def split_cell(text: str) -> tuple[str, str] | None:
     """A `%%colossal` cell's first line and its body (None for any other cell)."""
     first, _, body = text.partition("\n")
-    magic = first.split(maxsplit=1)[:1]
-    return (first, body) if magic == [CELL_MAGIC] and not first[:1].isspace() else None
+    return (first, body) if _CELL.match(first) else None
 
 
 class Completion:
@@ -77,9 +79,9 @@ class Completion:
             return _found(words_for_cell(line[len(CELL_MAGIC):]), _last_word(line)[1])
         if cell is not None and context.cursor_line > 0:
             return self._on_ranks(context, cell[1])
-        if line.lstrip().startswith(f"{LINE_MAGIC} "):
-            typed = line.lstrip()[len(LINE_MAGIC):]
-            return _found(self._verbs(typed), _last_word(line)[1])
+        magic = _LINE.match(line)
+        if magic and len(line) > magic.end():
+            return _found(self._verbs(line[magic.end():]), _last_word(line)[1])
         return {"completions": [], "suppress": False}
 
     def _verbs(self, typed: str) -> list[str]:
@@ -100,25 +102,35 @@ class Completion:
         return _found(reply["matches"], typed, "rank 0")
 
     def inspect(self, code: str, cursor: int, detail: int) -> dict[str, Any] | None:
-        """An inspect_reply's content for a cursor in our cells; None where the kernel knows better."""
+        """An inspect_reply's content for a cursor in our cells and lines; None where the kernel knows better."""
         cell = split_cell(code)
         if cell is None:
-            return None
+            line = code[code.rfind("\n", 0, cursor) + 1:].partition("\n")[0]
+            return _line_help(line, cursor - code.rfind("\n", 0, cursor) - 1) if _LINE.match(line) else None
         first, body = cell
         if cursor <= len(first):
             word = _word_at(first, cursor)
-            return _help(word) if word in FIELDS or word in CELL else None
+            return _help(helps.word(word) if word in FIELDS or word in CELL else helps.cell())
         reply = self._notebook.session.inspect(body, cursor - len(first) - 1, detail)
         return reply if reply.get("found") else None
 
 
+def _line_help(line: str, cursor: int) -> dict[str, Any] | None:
+    """Help on the magic or its verb; what follows them are names of the kernel."""
+    word = _word_at(line, cursor)
+    if LINE_MAGIC.startswith(word):
+        return _help(helps.line())
+    return _help(helps.verb(word)) if word in VERBS and line.split()[1] == word else None
+
+
 def _word_at(line: str, cursor: int) -> str:
-    start = max(line.rfind(" ", 0, cursor), line.rfind("\u00a0", 0, cursor)) + 1
+    """The word in which the cursor stands or which it has just left, without a value."""
+    start = max(i for i in range(cursor + 1) if i == 0 or line[i - 1].isspace())
     return line[start:].split(maxsplit=1)[0].partition("=")[0] if line[start:].strip() else ""
 
 
-def _help(word: str) -> dict[str, Any]:
-    return {"status": "ok", "found": True, "data": {"text/plain": helps.word(word)}, "metadata": {}}
+def _help(text: str) -> dict[str, Any]:
+    return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}
 
 
 def _found(matches: list[str], typed: str, kind: str = "strategy") -> dict[str, Any]:

@@ -121,7 +121,42 @@ def test_the_ranks_variables_are_completed_and_explained_below_the_line(notebook
     assert notebook.matches("%colossal pull only_on_r") == ["only_on_ranks"]
 
 
+def test_help_on_what_the_line_itself_says(notebook: Notebook) -> None:
+    def shown(code: str, cursor: int, detail: int = 0) -> str:
+        sent = notebook.client.inspect(code, cursor, detail)
+        return str(notebook.answer(sent)["data"]["text/plain"])
+
+    for cursor in (0, 4, 10):
+        assert shown("%%colossal", cursor).startswith("Run a cell on the engines")
+        assert shown("%%colossal tp=2\nx = 1", cursor, 1).startswith("Run a cell on the engines")
+    assert shown("%colossal", 9).startswith("Look after the engines")
+    assert "Example\n    %colossal push" in shown("x = 1\n%colossal push x", 18)
+    here = notebook.inspect("x = 1\n%colossal push x", 22)
+    assert not here["found"] or "Look after" not in here["data"]["text/plain"]
+
+
+def test_a_space_that_is_none_to_ipython_is_one_to_us(notebook: Notebook) -> None:
+    assert notebook.ok("%%colossal\u00a0dp=2\nprint(world_size)").stream() == "2\n"
+    assert notebook.ok("%colossal\u00a0status").said.startswith("4 engines, ")
+    assert notebook.matches("%colossal\u00a0st") == ["start", "status", "stop"]
+    assert notebook.matches("%%colossal\u00a0sch") == ["schedule="]
+
+
+def test_unloading_takes_back_what_loading_changed(notebook: Notebook) -> None:
+    notebook.ok("shell = get_ipython()\ndef ours():\n    return (len(shell.input_transformers_cleanup), "
+                "shell.debugger.__module__, len(shell.Completer.custom_matchers), shell.kernel.do_inspect.__module__)")
+    loaded = notebook.value("ours()")
+    notebook.ok("%unload_ext colossal_nb")
+    unloaded = notebook.value("ours()")
+    assert "colossal_nb" in loaded and "colossal_nb" not in unloaded
+    assert notebook.run("%colossal").ename == "UsageError"
+    notebook.ok("%load_ext colossal_nb")
+    assert notebook.value("ours()") == loaded
+
+
 def test_help(notebook: Notebook) -> None:
+    assert "microbatches" in notebook.ok("%%colossal??").pages
+    assert "def colossal" not in notebook.ok("??%colossal").pages
     assert "microbatches" in notebook.ok("%%colossal?").pages
     assert "%colossal VERB" in notebook.ok("%colossal?").pages
     assert "Example\n    %colossal push" in notebook.ok("%colossal push?").said
