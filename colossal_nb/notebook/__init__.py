@@ -1,15 +1,13 @@
 """All that touches IPython in the kernel: the magics, what they print, completion, help."""
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from IPython.core.error import UsageError
 
 from colossal_nb.notebook import help as helps
-
-_VERB_HELP = re.compile(r"^\s*%colossal\s+([\w-]+)\s*\?+\s*$")
+from colossal_nb.notebook.typed import ask_help, forgive
 
 
 def load_ipython_extension(shell: Any) -> None:
@@ -22,6 +20,7 @@ def load_ipython_extension(shell: Any) -> None:
                          "without %%colossal.")
     import colossal_nb
     from colossal_nb import session
+    from colossal_nb.notebook import debugger
     from colossal_nb.notebook.completion import Completion
     from colossal_nb.notebook.elsewhere import Elsewhere
     from colossal_nb.notebook.magics import Notebook
@@ -31,11 +30,13 @@ def load_ipython_extension(shell: Any) -> None:
     notebook = Notebook(shell, session.current())
     _register(shell, notebook.cell, helps.cell(), "cell")
     _register(shell, notebook.line, helps.line(), "line")
-    shell.input_transformers_cleanup.append(verb_help)
+    shell.input_transformers_cleanup.insert(0, forgive)
+    shell.input_transformers_cleanup.append(ask_help)
     completion = Completion(notebook)
     shell.Completer.custom_matchers.append(completion.matcher())
     _inspect_through(getattr(shell, "kernel", None), completion)
     shell.events.register("post_run_cell", Elsewhere(notebook))
+    debugger.install(shell)
     notebook.session.warm()
 
 
@@ -43,22 +44,23 @@ def unload_ipython_extension(shell: Any) -> None:
     """Take the magics away again. Engines go on until `%colossal stop` or the kernel's end."""
     for kind in ("cell", "line"):
         shell.magics_manager.magics[kind].pop("colossal", None)
-    if verb_help in shell.input_transformers_cleanup:
-        shell.input_transformers_cleanup.remove(verb_help)
+    for transformer in (forgive, ask_help):
+        if transformer in shell.input_transformers_cleanup:
+            shell.input_transformers_cleanup.remove(transformer)
     matchers = shell.Completer.custom_matchers
     matchers[:] = [each for each in matchers if getattr(each, "matcher_identifier", "") != "colossal_nb"]
     for each in list(shell.events.callbacks["post_run_cell"]):
         if type(each).__module__ == "colossal_nb.notebook.elsewhere":
             shell.events.unregister("post_run_cell", each)
-    kernel = getattr(shell, "kernel", None)
-    if kernel is not None and hasattr(kernel.do_inspect, "replaces"):
-        kernel.do_inspect = kernel.do_inspect.replaces
+    _put_back(shell, "debugger")
+    _put_back(getattr(shell, "kernel", None), "do_inspect")
 
 
-def verb_help(lines: list[str]) -> list[str]:
-    """`%colossal push?` asks for help on the verb; IPython alone would look for an object called push."""
-    match = _VERB_HELP.match("".join(lines))
-    return [f"%colossal help {match[1]}\n"] if match else lines
+def _put_back(owner: Any, name: str) -> None:
+    """Undo a replacement of a method, whose `replaces` is what was there before."""
+    replaces = getattr(getattr(owner, name, None), "replaces", None)
+    if replaces is not None:
+        setattr(owner, name, replaces)
 
 
 def _register(shell: Any, call: Callable[..., None], doc: str, kind: str) -> None:
