@@ -73,6 +73,10 @@ def read_cell(line: str) -> CellArguments:
         raise ValueError(f"--ranks is for cells without a strategy: {strategy or 'a strategy'} uses all its ranks")
     if strategy is not None and compare:
         raise ValueError(f'--compare names all strategies itself: --compare "{strategy} ; ..." with no strategy before')
+    alone = [name for name in ("--pull", "--timeout", "--show", "--local") if compare and name in given]
+    if alone:
+        raise ValueError(f"{', '.join(alone)} does not go with --compare, which shows its runs as one table (--out "
+                         "NAME binds them)")
     return CellArguments(strategy, ranks, given.get("--out", ""), given.get("--pull", ()), given.get("--timeout"),
                          show == "all", None if show in (None, "all") else show, given.get("--local", False), compare)
 

@@ -12,13 +12,13 @@ from colossal_nb.notebook import names, summary
 from colossal_nb.notebook.arguments import CellArguments, read_cell, read_verb
 from colossal_nb.notebook.errors import fail, fail_for
 from colossal_nb.notebook.files import written_together
-from colossal_nb.notebook.fold import named
+from colossal_nb.notebook.fold import named, rank_list
 from colossal_nb.notebook.output import CellOutput
 from colossal_nb.notebook.page import KernelPage, Page, say
 from colossal_nb.notebook.running import follow
 from colossal_nb.plan.strategy import Strategy
 from colossal_nb.run import Run
-from colossal_nb.session import Session
+from colossal_nb.session.session import DEFAULT_ENGINES, Session
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Notebook:
 
     def run(self, source: str, line: str, arguments: CellArguments) -> Run:
         """One run, shown as it goes, with its summary line."""
+        self._check_shown(arguments)
         run = self.session.run(numbered(line, source), arguments.strategy, ranks=arguments.ranks,
                                timeout_s=arguments.timeout_s)
         self._keep(run, arguments.out)
@@ -146,6 +147,16 @@ class Notebook:
             self.forget()
         elif run.status == "ok" and len(run.ranks) == run.world_size:
             self.known.update(names.binds(self.shell.transform_cell(source)))
+
+    def _check_shown(self, arguments: CellArguments) -> None:
+        """Refuse to show only ranks that will not run the cell: nothing would be seen of it."""
+        strategy, engines = arguments.strategy, self.session.engines or DEFAULT_ENGINES
+        if strategy is not None:
+            engines = strategy.uses(max(self.session.engines, strategy.needs))
+        ranks = arguments.ranks or range(engines)
+        unknown = [rank for rank in arguments.only or () if rank not in ranks]
+        if unknown:
+            raise ValueError(f"--show {rank_list(unknown)}: this cell runs on {named(ranks)}")
 
     def _check_names(self, source: str, local: bool) -> None:
         """Stop before the ranks do: names that only the kernel has, all at once."""

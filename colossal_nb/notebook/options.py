@@ -1,10 +1,13 @@
 """What may stand on a `%%colossal` line beside the strategy, and after `%colossal`: tables for parsing and help."""
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from colossal_nb.plan.strategy import MOST_ENGINES
 
 MOST_RANK = 1023
 MOST_CELL = 99_999
@@ -60,7 +63,7 @@ def seconds(text: str) -> float:
 
 def name(text: str) -> str:
     """A name of a variable."""
-    if not text.isidentifier():
+    if not text.isidentifier() or keyword.iskeyword(text):
         raise ValueError(f"{text!r} is no name of a variable")
     return text
 
@@ -84,9 +87,11 @@ def strategies(text: str) -> tuple[str, ...]:
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """A number of engines that can be started."""
     if not re.fullmatch(r"\d{1,9}", text) or int(text) < 1:
         raise ValueError(f"{text!r} is no number of engines: write 1, 2, 3, ...")
+    if int(text) > MOST_ENGINES:
+        raise ValueError(f"{text} engines are more than the {MOST_ENGINES} that can be started here")
     return int(text)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from colossal_nb.notebook.magics import Notebook, Verb, describe_ranks
 from colossal_nb.notebook.options import VERBS
 from colossal_nb.notebook.page import say
 from colossal_nb.notebook.report import report_on
+from colossal_nb.notebook.typed import forgive
 from colossal_nb.plan.strategy import Strategy
 from colossal_nb.run import Run
 
@@ -188,7 +190,7 @@ def _from_history(notebook: Notebook, number: int) -> ExportCell:
     history = notebook.shell.history_manager.input_hist_raw
     if not 0 < number < len(history):
         raise ValueError(f"there is no cell {number}; the last one has the number {len(history) - 1}")
-    source = str(history[number])
+    source = "".join(forgive(str(history[number]).splitlines(keepends=True)))
     first, _, rest = source.lstrip().partition("\n")
     return ExportCell(number, rest if first.startswith("%%colossal") else source)
 
@@ -210,7 +212,7 @@ def _last_run() -> Run:
 
 def _names(arguments: VerbArguments, verb: str, example: str) -> list[str]:
     found = [name for word in arguments.words for name in word.split(",") if name]
-    wrong = [name for name in found if not name.isidentifier()]
+    wrong = [name for name in found if not name.isidentifier() or iskeyword(name)]
     if wrong or not found:
         said = f"{', '.join(wrong)}: no name of a variable" if wrong else f"{verb} what?"
         raise ValueError(f"{said}; for example: %colossal {verb} {example}")
