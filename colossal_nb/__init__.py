@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from colossal_nb.parallel.loader import loader as loader
     from colossal_nb.parallel.once import once as once
     from colossal_nb.parallel.parallelize import parallelize as parallelize
+    from colossal_nb.parallel.redistribute import redistribute as redistribute
     from colossal_nb.parallel.state import full as full
     from colossal_nb.parallel.state import full_grad as full_grad
     from colossal_nb.parallel.step import accumulate as accumulate
@@ -36,6 +37,7 @@ _HOME = {
     "log": "colossal_nb.parallel.step",
     "once": "colossal_nb.parallel.once",
     "parallelize": "colossal_nb.parallel.parallelize",
+    "redistribute": "colossal_nb.parallel.redistribute",
     "save": "colossal_nb.parallel.checkpoint",
     "schedule": "colossal_nb.plan",
 }
@@ -55,6 +57,7 @@ __all__ = [
     "models",
     "once",
     "parallelize",
+    "redistribute",
     "save",
     "schedule",
 ]

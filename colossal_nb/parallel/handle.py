@@ -1,4 +1,4 @@
-"""What a parallel model carries for life: its strategy, its mesh, and what the passes made of it."""
+"""What a parallel model carries: its strategy, its mesh, and what the passes made of it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.layouts import layout_of, set_layout
+from colossal_nb.parallel.undo import Changes
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, On, Strategy
 
@@ -40,6 +41,7 @@ class Parallel:
     pipeline: Pipeline | None = None
     tensor: Report | None = None
     dropout: KeyedDropout | None = None
+    changes: Changes = field(default_factory=Changes)
     pending: bool = False
     inside: bool = False
     accumulating: bool = False
@@ -49,6 +51,7 @@ class Parallel:
     calls_in_step: int = 0
     step: int = 0
     loss: float = math.nan
+    lives: dict[int, int] = field(default_factory=lambda: dict(World.current().lives))
     _held: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property
@@ -103,6 +106,7 @@ class Parallel:
             _held={},
         )
         memo[id(self)] = twin
+        World.current().parallels.add(twin)
         twin.pipeline = copy.deepcopy(self.pipeline, memo)
         for name, p in self.parameters.items():
             set_layout(twin.parameters[name], layout_of(p))
@@ -142,6 +146,7 @@ def find(model: Any) -> Parallel | None:
 def attach(parallel: Parallel) -> None:
     """Leave it on the model, for `find`."""
     parallel.model.__dict__[NAME] = parallel
+    World.current().parallels.add(parallel)
 
 
 def require(model: Any) -> Parallel:
@@ -156,19 +161,42 @@ def require(model: Any) -> Parallel:
     return parallel
 
 
+def require_whole(parallel: Parallel) -> None:
+    """Raise ValueError where a rank of the model was replaced: its part is gone, and it would not answer."""
+    lives = World.current().lives
+    lost = [rank for rank in range(parallel.mesh.size) if lives.get(rank, 1) != parallel.lives.get(rank, 1)]
+    if lost:
+        what = f"rank {lost[0]}'s part" if len(lost) == 1 else f"the parts of ranks {', '.join(map(str, lost))}"
+        raise ValueError(f"this model lost {what}: run the cell that makes it again")
+
+
+def require_owner(p: Tensor) -> None:
+    """The same for the model of a parameter."""
+    for parallel in World.current().parallels:
+        if any(p is each for each in parallel.parameters.values()):
+            require_whole(parallel)
+
+
 def require_cell(parallel: Parallel) -> None:
-    """Raise ValueError in a cell that names another strategy than the model's."""
+    """Raise ValueError in a cell that names another strategy than the model's, and for a model that lost a part."""
     world = World.current()
+    require_whole(parallel)
     if parallel.mesh.size > world.world_size:
         raise ValueError(
             f"the model was made parallel as {text(parallel.strategy)} on {parallel.mesh.size} ranks; "
             f"{world.world_size} work together now: build it anew and call parallelize"
         )
+    if world.rank >= parallel.mesh.size:
+        raise ValueError(
+            f"rank {world.rank} holds nothing of this model, which works as {text(parallel.strategy) or 'dp=1'} on "
+            f"{parallel.mesh.size} of the {world.world_size} ranks: begin the cell with that strategy"
+        )
     if world.strategy is not None and world.strategy.filled(world.world_size) != parallel.strategy:
         cell, own = text(world.strategy.filled(world.world_size)), text(parallel.strategy)
         raise ValueError(
-            f"this cell runs under {cell}, but the model was made parallel as {own} and keeps that for life: begin "
-            f"the cell with %%colossal alone or with {own}, or build a new model in it and parallelize that"
+            f"this cell runs under {cell or 'dp=1'}, but the model is parallel as {own or 'dp=1'}: begin the cell with "
+            f"%%colossal alone or with {own or 'dp=1'}, or move the model: model, optimizer = "
+            f'cnb.redistribute(model, optimizer, "{cell or "dp=1"}")'
         )
 
 

@@ -14,6 +14,7 @@ from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.dropout import KeyedDropout
 from colossal_nb.parallel.handle import Parallel, attach, find, require_cell, tell, text
 from colossal_nb.parallel.layouts import layout_of, set_layout
+from colossal_nb.parallel.undo import noted
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, Strategy
 
@@ -43,7 +44,7 @@ def parallelize(
         raise ValueError("plan= is not built yet: leave it out, the rules decide what is cut")
     if find(model) is not None:
         return _again(model, optimizer, strategy)
-    wanted = _strategy(strategy, world)
+    wanted = chosen(strategy, world)
     mesh = wanted.mesh(world.world_size)
     if optimizer is not None:
         optimizers.check(optimizer, model, cut=mesh.size > 1)
@@ -67,6 +68,21 @@ def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None
         parallel.dropout = KeyedDropout(model, _common_seed(parallel))
     if optimizer is not None:
         parallel.optimizers.append(optimizer)
+    distribute(parallel)
+    plain.install(parallel)
+    state.hook_state_dicts(model)
+    state.show_layouts()
+    clip.install(parallel)
+    memory.watch(parallel)
+    for each in parallel.optimizers:
+        events.watch(parallel, each)
+    for line in report.caveats(parallel):
+        tell(line)
+
+
+def distribute(parallel: Parallel) -> None:
+    """Give each rank its part of a model that is whole, now or at the first batch. Collective."""
+    model = parallel.model
     if parallel.mesh.axis_size("pp") * parallel.mesh.axis_size("tp") > 1:
         small = plain.example(model)
         if small is None:
@@ -79,22 +95,13 @@ def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None
             split(parallel, (small, {}))
     else:
         _layouts(parallel)
-    plain.install(parallel)
-    state.hook_state_dicts(model)
-    state.show_layouts()
-    clip.install(parallel)
-    memory.watch(parallel)
-    for each in parallel.optimizers:
-        events.watch(parallel, each)
-    for line in report.caveats(parallel):
-        tell(line)
 
 
 def split(parallel: Parallel, example: Example) -> None:
     """Run the passes in their order on a model that is still whole. Collective."""
     model, mesh, strategy = parallel.model, parallel.mesh, parallel.strategy
     before = {id(p): p.shape for p in model.parameters()}
-    with plain.removed(parallel):
+    with plain.removed(parallel), noted(model) as parallel.changes:
         if parallel.dropout is not None:
             parallel.dropout.record(model, *example)
         plan = tensor.plan(model, mesh, strategy, example)
@@ -107,7 +114,7 @@ def split(parallel: Parallel, example: Example) -> None:
     if parallel.dropout is not None:
         parallel.dropout.features = tuple((pair.region, pair.row_parts) for pair in plan.pairs)
         parallel.dropout.index = parallel.place["tp"]
-    _forget_graphs(parallel)
+    forget_graphs(parallel)
     deferred, parallel.pending = parallel.pending, False
     parallel.changed()
     _layouts(parallel)
@@ -117,7 +124,7 @@ def split(parallel: Parallel, example: Example) -> None:
         memory.watch(parallel)
 
 
-def _forget_graphs(parallel: Parallel) -> None:
+def forget_graphs(parallel: Parallel) -> None:
     """Let autograd see the new shapes.
 
     While an earlier loss is alive, so is the node of its graph that adds to `.grad`, and a new forward would take it
@@ -151,9 +158,9 @@ def _check_model(model: Any) -> None:
         raise ValueError(f"this {type(model).__name__} has no parameters: there is nothing to distribute")
 
 
-def _strategy(strategy: Strategy | str | None, world: World) -> Strategy:
+def chosen(strategy: Strategy | str | None, world: World) -> Strategy:
     """The strategy with its numbers filled in: the argument's, else the cell's, else dp over all ranks."""
-    if isinstance(strategy, str):
+    if strategy is not None and not isinstance(strategy, Strategy):
         strategy = Strategy.parse(strategy)
     if strategy is None and world.strategy is None and world.world_size > 1:
         tell(f"no strategy is named: dp={world.world_size} over all ranks")
@@ -167,11 +174,11 @@ def _again(model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Str
     parallel = find(model)
     assert parallel is not None
     require_cell(parallel)
-    wanted = parallel.strategy if named is None else _strategy(named, World.current())
+    wanted = parallel.strategy if named is None else chosen(named, World.current())
     if wanted != parallel.strategy:
         raise ValueError(
-            f"this model is parallel as {text(parallel.strategy)} for life; {text(wanted)} needs a new one: build the "
-            "model again, load_state_dict(old.state_dict()) into it, and parallelize that"
+            f"this model is parallel as {text(parallel.strategy)}; to move it: model, optimizer = "
+            f'cnb.redistribute(model, optimizer, "{text(wanted) or "dp=1"}")'
         )
     if optimizer is not None and optimizer not in parallel.optimizers:
         # A fresh optimizer was made on the parts; state would have the right shapes already.

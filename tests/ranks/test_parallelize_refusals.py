@@ -46,7 +46,7 @@ def _again() -> list[str]:
 def test_again_is_nothing_and_another_strategy_is_refused(ranks: Any) -> None:
     for first, second, other, forward, plain in ranks(2).run(_again):
         assert first == second == "this model is parallel already (tp=2): parallelize changed nothing"
-        assert "parallel as tp=2 for life; dp=2 needs a new one" in other
+        assert 'parallel as tp=2; to move it: model, optimizer = cnb.redistribute(model, optimizer, "dp=2")' in other
         assert "this cell runs under dp=2" in forward and "parallel as tp=2" in forward
         assert plain == forward
 
