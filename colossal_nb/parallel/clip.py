@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from colossal_nb.parallel.handle import Parallel
+from colossal_nb.parallel.handle import Parallel, require_whole
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.plan import On, Replicate, Shard
 
@@ -65,6 +65,7 @@ class TotalNorm:
 
 def total_norm(parallel: Parallel, grads: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """The norm of the whole gradient behind these local ones, the same bits on every rank of the mesh."""
+    require_whole(parallel)
     own = {id(p.grad): p for p in parallel.parameters.values() if p.grad is not None}
     counted = (_counted(grad, own.get(id(grad)), parallel) for grad in grads)
     powers = [_power(grad, norm_type) for grad in counted if grad is not None]
@@ -99,8 +100,8 @@ def _counted(grad: Tensor, p: Tensor | None, parallel: Parallel) -> Tensor | Non
         if isinstance(placement, Shard) and placement.parts is not None:
             fresh = _not_before(placement, place[axis])
             if fresh is not None:
-                grad = grad.index_select(placement.dim, torch.tensor(fresh, device=grad.device))
-    return grad
+                grad = grad.index_select(placement.dim, torch.tensor(fresh, dtype=torch.int64, device=grad.device))
+    return grad if grad.numel() else None
 
 
 @cache

@@ -89,18 +89,18 @@ def program(*args: Any) -> Outcome:
 
 
 @cache
-def sequential(make: Make, samples: int, dtype: torch.dtype) -> Outcome:
-    return train(make, batches(make, samples, dtype), dtype, None, None)
+def sequential(make: Make, samples: int, dtype: torch.dtype, clip: float | None) -> Outcome:
+    return train(make, batches(make, samples, dtype), dtype, None, clip)
 
 
 @pytest.mark.parametrize(("count", "strategy"), CASES)
-@pytest.mark.parametrize(("dtype", "samples"), [(torch.float64, 7), (torch.float32, 8)])
+@pytest.mark.parametrize(("dtype", "samples", "clip"), [(torch.float64, 7, 0.5), (torch.float32, 8, None)])
 @pytest.mark.parametrize("make", MODELS)
 def test_equal_to_sequential(
-    ranks: Any, count: int, strategy: str, make: Make, dtype: torch.dtype, samples: int
+    ranks: Any, count: int, strategy: str, make: Make, dtype: torch.dtype, samples: int, clip: float | None
 ) -> None:
-    outcomes = ranks(count).run(program, make, batches(make, samples, dtype), dtype, strategy, None)
-    check(outcomes, sequential(make, samples, dtype), dtype)
+    outcomes = ranks(count).run(program, make, batches(make, samples, dtype), dtype, strategy, clip)
+    check(outcomes, sequential(make, samples, dtype, clip), dtype)
 
 
 def cuts(make: Make, strategy: str) -> tuple[dict[str, str], list[str]]:
