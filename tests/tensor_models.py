@@ -1,5 +1,6 @@
 """Small models of the kinds that people write: each believes its width in its own way."""
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -104,6 +105,24 @@ class NormedMLP(nn.Module):
         return self.down(self.norm(F.gelu(self.up(x))))
 
 
+class ParallelLayer(nn.Module):
+    """Attention and MLP side by side, from one linear if `fused`, into one linear."""
+
+    def __init__(self, hidden: int, heads: int, fused: bool) -> None:
+        super().__init__()
+        self.size = hidden // heads
+        widths = [hidden, hidden, hidden, 3 * hidden]
+        self.ins = nn.ModuleList([nn.Linear(hidden, sum(widths))] if fused else [nn.Linear(hidden, w) for w in widths])
+        self.out = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.cat([part(x) for part in self.ins], -1)
+        width = made.shape[-1] // 6
+        q, k, v, inner = made.split([width, width, width, 3 * width], -1)
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (q, k, v))
+        return self.out(torch.cat((causal(q, k, v).transpose(1, 2).flatten(2), F.gelu(inner)), -1))
+
+
 class Block(nn.Module):
     def __init__(self, attention: nn.Module, mlp: nn.Module, hidden: int) -> None:
         super().__init__()
@@ -123,6 +142,8 @@ class Decoder(nn.Module):
         "interleaved": InterleavedAttention,
         "multi-query": GroupedAttention,
         "two groups": TwoGroupsAttention,
+        "beside an MLP": partial(ParallelLayer, fused=False),
+        "fused with an MLP": partial(ParallelLayer, fused=True),
     }
 
     def __init__(

@@ -119,7 +119,7 @@ def test_a_gpt(ranks, tp: int, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("kind", ["separate", "nano", "interleaved", "multi-query", "two groups"])
+@pytest.mark.parametrize("kind", list(Decoder.attentions))
 def test_every_kind_of_attention(ranks, kind: str, tp: int) -> None:
     outcomes = ranks(tp).run(trained, lambda: Decoder(kind), tokens(67), loss_fn, tp, backwards=2)
     check(outcomes, share=0.85)

@@ -64,6 +64,20 @@ def test_groups_of_unequal_size_stay_whole() -> None:
         deal(reached, one_column(reached), 2)
 
 
+def test_every_rank_has_its_share_of_every_kind() -> None:
+    # 2 heads of 2 features, and 4 single ones made by another column: no rank has heads only.
+    reached = torch.block_diag(heads(2, 2).float(), heads(4, 1).float()).bool()
+    dealt = deal(reached, torch.tensor([0] * 4 + [1] * 4), 2)
+    assert dealt.row_parts == dealt.column_parts == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert dealt.groups == 6
+
+
+def test_remainders_of_several_kinds_go_to_different_ranks() -> None:
+    dealt = deal(heads(6, 1), torch.tensor([0, 0, 0, 1, 1, 1]), 2)
+    assert sorted(sum(i < 3 for i in part) for part in dealt.row_parts) == [1, 2]
+    assert [len(part) for part in dealt.row_parts] == [3, 3]
+
+
 def test_fewer_features_than_ranks_stay_whole() -> None:
     with pytest.raises(NotDealtError, match="3 features cannot be dealt to 4 ranks"):
         deal(heads(3, 1), one_column(heads(3, 1)), 4)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tensor_models import Decoder, NormedMLP
+from tensor_models import Decoder, NormedMLP, ParallelLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -182,6 +182,20 @@ def test_probing_where_samples_meet() -> None:
     (pair,) = decided(TimeFirst(), 2, (torch.randn(5, 3, 8),)).pairs
     assert pair.groups == 2
     assert dict(pair.columns)["q"] == (features(range(4)), features(range(4, 8)))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_attention_and_mlp_side_by_side(fused: bool) -> None:
+    # Heads and single features lead to one linear: of each kind every rank has half.
+    torch.manual_seed(0)
+    (pair,) = decided(ParallelLayer(16, 4, fused), 2, (torch.randn(2, 5, 16),)).pairs
+    assert pair.row_parts == (features(range(8), range(16, 40)), features(range(8, 16), range(40, 64)))
+    assert pair.groups == 4 + 48
+    if fused:
+        first = features(range(8), range(16, 24), range(32, 40), range(48, 72))
+    else:
+        first = features(range(24))
+    assert pair.columns[-1][1][0] == first
 
 
 def test_torchs_own_encoder_layer() -> None:

@@ -148,7 +148,7 @@ def _sum_gradients(parameter: Tensor, plan: TensorPlan, index: int, name: str) -
             return whole
         assert layout is not None
         assert placement.parts is not None
-        mine = torch.tensor(list(placement.parts[index]), device=gradient.device)
+        mine = torch.tensor(placement.parts[index], dtype=torch.int64, device=gradient.device)
         shape = list(gradient.shape)
         shape[placement.dim] = layout.global_shape[placement.dim]
         whole = gradient.new_zeros(shape).index_copy_(placement.dim, mine, gradient)

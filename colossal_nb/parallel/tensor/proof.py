@@ -136,7 +136,8 @@ def _slice(gradient: Tensor | None, parameter: nn.Parameter, plan: TensorPlan) -
     if not isinstance(placement, Shard) or placement.parts is None:
         return gradient
     index = plan.mesh.coordinate(World.current().rank)[plan.axis]
-    return gradient.index_select(placement.dim, torch.tensor(list(placement.parts[index]), device=gradient.device))
+    mine = torch.tensor(placement.parts[index], dtype=torch.int64, device=gradient.device)
+    return gradient.index_select(placement.dim, mine)
 
 
 def _moved_copy(model: nn.Module) -> nn.Module:
