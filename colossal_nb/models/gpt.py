@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.models.parts import Block, check_heads, check_length, example_tokens, start, start_residual
+from colossal_nb.models.parts import (
+    Block,
+    check_heads,
+    check_length,
+    check_sizes,
+    example_tokens,
+    start,
+    start_residual,
+)
 
 
 class GPT(nn.Module):
@@ -25,6 +33,7 @@ class GPT(nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
+        check_sizes(vocab_size=vocab_size, layers=layers)
         check_heads(hidden, heads)
         self.max_length = max_length
         self.token = nn.Embedding(vocab_size, hidden)

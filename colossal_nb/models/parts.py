@@ -50,8 +50,16 @@ class Block(nn.Module):
         return result
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raises ValueError that names every size below 1."""
+    wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: each must be at least 1")
+
+
 def check_heads(hidden: int, heads: int) -> None:
     """Raises ValueError, with numbers that work, unless every head gets equally many features."""
+    check_sizes(hidden=hidden, heads=heads)
     if hidden % heads:
         near = max(n for n in range(1, heads + 1) if hidden % n == 0)
         wide = -(-hidden // heads) * heads

@@ -20,7 +20,7 @@ def init(strategy: Strategy | str | None = None) -> None:
 
     Does nothing inside a notebook's ranks, which are joined already. Raises ValueError outside of torchrun.
     """
-    wanted = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+    wanted = strategy if strategy is None or isinstance(strategy, Strategy) else Strategy.parse(strategy)
     world = World.current()
     if world.store is not None:
         if wanted is not None and world.strategy is not None and wanted != world.strategy:

@@ -41,7 +41,9 @@ class Part:
         return self.value.dtype
 
     def backward(self, divisor: float = 1.0) -> None:
-        """Add the gradients of the sum divided by `divisor`."""
+        """Add the gradients of the sum divided by `divisor`; a value without any adds none."""
+        if not self.value.requires_grad:
+            return
         torch.autograd.backward(self.value, torch.full_like(self.value, self.weight / divisor))
 
     def detached(self) -> Part:

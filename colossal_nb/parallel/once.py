@@ -22,6 +22,8 @@ def once(function: Callable[..., Result] | None = None) -> Any:
     """
     if function is None:
         return _block()
+    if not callable(function):
+        raise ValueError(f"once takes a function, not {type(function).__name__}: cnb.once(download)(url)")
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Result:

@@ -152,14 +152,25 @@ def measured(loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, batc
         with CountingMeans(by_hand=True) as means:
             value = loss_fn(output, piece.targets)
     except Exception as error:
-        whole = [list(t.shape) for t in leaves(piece.targets) if not t.dim() or t.shape[0] != piece.samples]
-        if whole:
-            error.add_note(
-                f"forward_backward gave this loss_fn samples {piece.start} to {piece.stop - 1} of the batch, and uncut "
-                f"what does not begin with the batch size of the inputs: targets of shape {', '.join(map(str, whole))}"
-            )
-        raise
-    return part(value, means.taken(), piece.samples, batch)
+        uncut = [str(list(t.shape)) for t in leaves(piece.targets) if not t.dim() or t.shape[0] != piece.samples]
+        if not uncut or piece.samples == batch:
+            raise
+        raise ValueError(
+            f"the inputs have {batch} samples, targets of shape {', '.join(uncut)} do not begin with that number, so "
+            f"they went whole to loss_fn, with the outputs of samples {piece.start} to {piece.stop - 1}, and it failed "
+            f"({type(error).__name__}: {error}). Targets with one entry per sample are cut like the inputs"
+        ) from error
+    return _trainable(part(value, means.taken(), piece.samples, batch))
+
+
+def _trainable(result: Part) -> Part:
+    """Raises ValueError for a loss that no gradient can come from; a part of the batch may add a plain zero."""
+    if not result.value.requires_grad and result.value != 0:
+        raise ValueError(
+            "loss_fn returned a loss without a gradient: it was detached, made under torch.no_grad() or does not "
+            "depend on the output, so nothing would be trained"
+        )
+    return result
 
 
 def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], done: Done) -> None:

@@ -72,6 +72,8 @@ class Strategy:
 
         Raises one ValueError that names everything that could not be read.
         """
+        if not isinstance(text, str):
+            raise ValueError(f'a strategy is a text such as "tp=2 pp=2", not {type(text).__name__}')
         values: dict[str, int | str] = {}
         wrong: list[str] = []
         for word in _words(text):

@@ -13,7 +13,7 @@ tokens = torch.arange(32).reshape(4, 8) % 16
 def loss_fn(logits, targets): return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 def mixed_counts(logits, targets):
     keep = targets % 3 == 0
-    return torch.nn.functional.cross_entropy(logits[keep], targets[keep], reduction="sum") / keep.sum()
+    return torch.nn.functional.cross_entropy(logits[keep], targets[keep]) + logits.square().mean()
 uneven = torch.tensor([[0] * 8, [0] * 8, [1] * 8, [0, 1, 1, 1, 1, 1, 1, 1]])
 """
 REPLICAS = "model, optimizer = cnb.parallelize(m := gpt(), adam(m))\n"
@@ -26,14 +26,26 @@ CELLS = [
     ("pp=2", REPLICAS + "loss_fn(model(tokens), tokens).backward()", "ValueError",
      "cnb.forward_backward(model, loss_fn"),
     ("dp=2", "cnb.forward_backward(model, loss_fn, tokens, tokens)", "ValueError",
-     "the model was made parallel as pp=2"),
-    ("dp=2", "cnb.parallelize(model, optimizer)", "ValueError", "the model was made parallel as pp=2"),
+     "the model is parallel as pp=2"),
+    ("dp=2", "cnb.parallelize(model, optimizer)", "ValueError", "the model is parallel as pp=2"),
     ("dp=2", REPLICAS + "cnb.forward_backward(model, loss_fn, (tokens + rank) % 16, tokens)", "ValueError",
      "the batch of rank 1 differs from the others'"),
     ("dp=2", "cnb.forward_backward(model, lambda logits, targets: logits, tokens, tokens)", "ValueError",
      "a scalar or (sum, count)"),
     ("dp=2", "cnb.forward_backward(model, lambda logits, targets: None, tokens, tokens)", "ValueError", "not NoneType"),
-    ("dp=2", "cnb.forward_backward(model, loss_fn, tokens[:0], tokens[:0])", "ValueError", "the batch is empty"),
+    ("dp=2", "cnb.forward_backward(model, loss_fn, tokens, tokens[:3])", "ValueError",
+     "the inputs have 4 samples, targets of shape [3, 8]"),
+    ("dp=2", "cnb.forward_backward(model, lambda logits, targets: logits.detach().sum(), tokens, tokens)", "ValueError",
+     "a loss without a gradient"),
+    ("pp=2", REPLICAS + "cnb.forward_backward(model, lambda logits, targets: logits.detach().sum(), tokens, tokens)",
+     "ValueError", "a loss without a gradient"),
+    ("dp=2", "cnb.full(3)", "ValueError", "full takes one parameter, such as model.head.weight, not int"),
+    ("dp=2", "cnb.full(gpt())", "ValueError", "model.state_dict() has all of them whole"),
+    ("", "cnb.parallelize(gpt(), strategy=5)", "ValueError", 'a strategy is a text such as "tp=2 pp=2", not int'),
+    ("", "cnb.init(3)", "ValueError", "not int"),
+    ("", "cnb.once(3)", "ValueError", "once takes a function, not int"),
+    ("", "gpt(vocab_size=0, layers=0)", "ValueError", "vocab_size=0, layers=0: each must be at least 1"),
+    ("dp=2", REPLICAS + "cnb.forward_backward(model, loss_fn, tokens[:0], tokens[:0])", "ValueError", "the batch is empty"),
     ("dp=2", REPLICAS + "cnb.forward_backward(model, mixed_counts, tokens, uneven)", "ValueError",
      "F.cross_entropy(logits, targets, reduction='sum'), (targets != -100).sum()"),
     ("dp=2", "cnb.forward_backward(gpt(), loss_fn, tokens, tokens)", "ValueError", "is not parallel yet"),
