@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import builtins
+import getpass
 import sys
 from typing import Any, NoReturn
 
 from IPython.core.error import StdinNotImplementedError, UsageError
+
+from colossal_nb.engine import commands
 
 
 def refuse(what: str) -> NoReturn:
@@ -16,6 +19,10 @@ def refuse(what: str) -> NoReturn:
 
 def _input(prompt: object = "") -> NoReturn:
     refuse("input()")
+
+
+def _password(prompt: str = "Password: ", stream: object = None, **keywords: object) -> NoReturn:
+    refuse("getpass()")
 
 
 def _breakpoint(*args: Any, **keywords: Any) -> NoReturn:
@@ -44,9 +51,14 @@ class _Exit:
 
 
 def install(shell: Any) -> None:
-    """Refuse input(), breakpoint(), pdb (which asks by input()), getpass, exit, the debugger's magics and our own."""
+    """Refuse input(), breakpoint(), pdb (which asks by input()), getpass, exit, the debugger's magics and our own.
+
+    Shell commands get an empty input.
+    """
     shell.user_ns["exit"] = shell.user_ns["quit"] = builtins.exit = builtins.quit = _Exit()  # type: ignore[assignment]
     builtins.input = _input
+    getpass.getpass = _password
+    commands.install()
     sys.breakpointhook = _breakpoint
     for name in ("debug", "pdb"):
         shell.register_magic_function(_debug, "line_cell", name)

@@ -74,6 +74,7 @@ TYPED = [
     ("%%colossal\nraise BaseExceptionGroup('two', [ValueError(), KeyboardInterrupt()])", "BaseExceptionGroup", "two"),
     ("%%colossal\nimport sys; sys.exit(3)", "SystemExit", "3"),
     ("%%colossal\ninput('name? ')", "StdinNotImplementedError", "input() is not possible on a rank"),
+    ("%%colossal\nimport getpass; getpass.getpass()", "StdinNotImplementedError", "getpass() is not possible on a rank"),
     ("%%colossal\nbreakpoint()", "StdinNotImplementedError", "breakpoint() is not possible"),
     ("%%colossal\nimport pdb; pdb.set_trace()", "", "not possible on a rank"),
     ("%%colossal\n%debug", "UsageError", "%debug is not possible on a rank"),
