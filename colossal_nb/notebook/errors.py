@@ -13,6 +13,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _CELL = re.compile(r"(?<=In)\[(\d+)\]")
 _CHAIN = re.compile("The above exception was the direct cause|During handling of the above exception")
 _FRAME = re.compile(r"(Cell|File) ")
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 _MODELS = re.compile(r"File \S*[/\\]colossal_nb[/\\](models|corpus)")
 _OURS = re.compile(r"File \S*[/\\]colossal_nb[/\\]")
 _LIBRARY = re.compile(r"File \S*[/\\](?:site-packages|lib[/\\]python[0-9.]+)[/\\]")
@@ -47,7 +48,7 @@ def fail_for(run: Run, numbers: Mapping[int, int]) -> NoReturn:
     first = run.error
     if run.status == "interrupted" or first is None:
         fail("KeyboardInterrupt", f"stopped on {named(run.ranks)}", interrupted(run))
-    where = _where(_same(first, run.errors), first.line)
+    where = _where(first, _same(first, run.errors), run.errors)
     value = first.evalue[:LONGEST_VALUE]
     lines = [_CELL.sub(lambda match: f"[{numbers.get(int(match[1]), match[1])}]", line) for line in report(run)]
     fail(first.ename, f"{value} ({where})" if value else where, lines)
@@ -68,14 +69,16 @@ def report(run: Run) -> list[str]:
     same = _same(first, run.errors)
     rest = {rank: error for rank, error in run.errors.items() if rank not in same}
     causes = {rank: error for rank, error in rest.items() if not error.consequence}
+    others = {rank: run.errors[rank] for rank in same if not _equal(run.errors[rank], first)}
     header = bool(first.traceback) and len(run.ranks) > 1
-    lines = [f"{_red(_who(same, run.ranks, bool(causes)))}:"] if header else []
+    differ = f" with other numbers; this is rank {first.rank}'s" if others else ""
+    lines = [f"{_red(_who(same, run.ranks, bool(causes)) + differ)}:"] if header else []
     frames = shortened(first.traceback)
     if not frames or first.ename not in frames[-1]:  # a death, or a verdict of ours on why the rank was stopped
         frames = [frame for frame in frames if _FRAME.match(_COLOUR.sub("", frame))]
         frames.append(f"{_red(first.ename)}: {first.evalue}")
     lines += frames
-    lines += _others(causes, first)
+    lines += _others({**others, **causes}, first)
     consequences = {rank: error for rank, error in rest.items() if error.consequence}
     if consequences:
         at = sorted({error.line for error in consequences.values() if error.line})
@@ -140,14 +143,23 @@ def _same(first: RankError, errors: dict[int, RankError]) -> list[int]:
                   if (error.ename, skeleton(error.evalue), error.line) == key and not error.consequence)
 
 
+def _equal(one: RankError, other: RankError) -> bool:
+    """Whether two errors say the same; addresses of objects are no difference."""
+    return (one.ename, _ADDRESS.sub("", one.evalue)) == (other.ename, _ADDRESS.sub("", other.evalue))
+
+
 def _who(same: Sequence[int], ranks: Sequence[int], first: bool) -> str:
     if list(same) == sorted(ranks):
         return f"all ranks ({rank_list(same)}) raised this"
     return f"{named(same)} raised this{' first' if first else ''}"
 
 
-def _where(same: Sequence[int], line: int | None) -> str:
-    return named(same) + (f", line {line}" if line else "")
+def _where(first: RankError, same: Sequence[int], errors: Mapping[int, RankError]) -> str:
+    line = f", line {first.line}" if first.line else ""
+    alike = [rank for rank in same if not _equal(errors[rank], first)]
+    if not alike:
+        return named(same) + line
+    return f"{named([rank for rank in same if rank not in alike])}{line}; {named(alike)} with other numbers"
 
 
 def _others(errors: dict[int, RankError], shown: RankError | None = None) -> list[str]:
@@ -156,9 +168,9 @@ def _others(errors: dict[int, RankError], shown: RankError | None = None) -> lis
     left = dict(sorted(errors.items()))
     while left:
         error = next(iter(left.values()))
-        same = _same(error, left) or [error.rank]
+        same = [rank for rank, each in left.items() if _equal(each, error) and each.line == error.line]
         line = f" (line {error.line})" if error.line else ""
-        if shown is not None and (error.ename, error.evalue) == (shown.ename, shown.evalue):
+        if shown is not None and _equal(error, shown):
             lines.append(f"{named(same)}: the same{line}")
         else:
             value = error.evalue.splitlines()[0] if error.evalue else ""

@@ -25,8 +25,19 @@ def error(rank: int, name: str = "ValueError", value: str = "no", line: int = 3,
 
 
 def test_the_same_error_of_all_ranks_is_shown_once() -> None:
-    assert report(failed(*(error(rank, value=f"rank {rank}") for rank in range(4)))) == [
-        "\x1b[0;31mall ranks (0-3) raised this\x1b[0m:", CELL, "ValueError: rank 0"]
+    assert report(failed(*(error(rank, value=f"no <object at 0x7f{rank}0123456>") for rank in range(4)))) == [
+        "\x1b[0;31mall ranks (0-3) raised this\x1b[0m:", CELL, "ValueError: no <object at 0x7f00123456>"]
+
+
+def test_texts_that_differ_are_each_said() -> None:
+    run = failed(*(error(rank, value=f"rank {max(rank, 1)} is bad", time_s=float(rank != 1)) for rank in range(4)))
+    assert report(run) == [
+        "\x1b[0;31mall ranks (0-3) raised this with other numbers; this is rank 1's\x1b[0m:", CELL,
+        "ValueError: rank 1 is bad", "rank 2: ValueError: rank 2 is bad (line 3)",
+        "rank 3: ValueError: rank 3 is bad (line 3)"]
+    with pytest.raises(CellError) as caught:
+        fail_for(run, {})
+    assert str(caught.value) == "rank 1 is bad (ranks 0,1, line 3; ranks 2,3 with other numbers)"
 
 
 def test_the_first_cause_comes_first() -> None:
@@ -82,3 +93,9 @@ def test_one_sentence_for_what_was_typed_wrong() -> None:
     with pytest.raises(CellError) as caught:
         fail("ValueError", "there is no field 'zz'")
     assert caught.value.lines == ["\x1b[0;31mValueError\x1b[0m: there is no field 'zz'"]
+
+
+def test_other_errors_whose_texts_differ_are_each_said() -> None:
+    run = failed(error(0), *(error(rank, "KeyError", f"{rank}", 9, time_s=1.0) for rank in (1, 2)),
+                 error(3, "KeyError", "2", 9, time_s=1.0))
+    assert report(run)[-2:] == ["rank 1: KeyError: 1 (line 9)", "ranks 2,3: KeyError: 2 (line 9)"]
