@@ -51,6 +51,15 @@ def start() -> None:
         sys.excepthook = before
 
 
+def expect() -> None:
+    """A program that uses torch.distributed begins, on all ranks: connect the default group in the background.
+
+    A message is between two ranks, but a group is connected by all its members, whether they take part or not.
+    """
+    world = World.current()
+    world.some(_DEFAULT, world.ranks).connect_ahead()
+
+
 def _index(world: World) -> int:
     return world.ranks.index(world.rank)
 
@@ -85,4 +94,7 @@ def _destroy(group: Any = None) -> None:
 def _new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **options: Any) -> Any:
     if backend is not None and backend != BACKEND:
         World.current().note(f"new_group: backend {backend!r} is carried by the cluster's own transport")
-    return _ORIGINAL["new_group"](ranks, timeout, None, *args, **options)
+    made = _ORIGINAL["new_group"](ranks, timeout, None, *args, **options)
+    if isinstance(made, UserGroup):
+        made.group.connect_ahead()
+    return made

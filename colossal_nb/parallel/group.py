@@ -1,5 +1,6 @@
 """The gate: every collective and every message of a rank passes through `Group.run`."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -48,6 +49,7 @@ class Group:
         self._board: Board | None = None
         self._ways: dict[tuple[str, int | None, int], Future[Any]] = {}  # the last message under way on each
         self._lock = threading.Lock()
+        self._ahead: threading.Thread | None = None
 
     def run(
         self,
@@ -159,6 +161,17 @@ class Group:
                 f"this cell runs on ranks {', '.join(map(str, sorted(subset or ())))} alone; the group {self.name} "
                 f"also needs {', '.join(map(str, missing))}: run the cell on all of {list(self.ranks)}"
             )
+
+    def connect_ahead(self) -> None:
+        """Make the connections in the background, where the next operation may not be one of all members."""
+
+        def connect() -> None:
+            with contextlib.suppress(BaseException):  # whoever needs the connections tries again, and is told
+                self.wire()
+
+        if self.size > 1 and self._wire is None and self._ahead is None:
+            self._ahead = threading.Thread(target=connect, daemon=True, name=f"connect {self.name}")
+            self._ahead.start()
 
     def wire(self) -> Gloo:
         """The group's connections; made now if need be, which waits for all members."""

@@ -212,6 +212,16 @@ def test_hash_seeds_are_equal(session: Session) -> None:
     assert values == [values[0]] * 4
 
 
+def test_a_message_between_two_ranks_needs_no_other(session: Session) -> None:
+    session.run("1 / 0").wait()                        # new groups: nothing is connected yet
+    source = ("import torch, torch.distributed as dist\nx = torch.zeros(2)\nif rank == 0: dist.recv(x, src=3)\n"
+              "if rank == 3: dist.send(x + 7, dst=0)\nprint(x.tolist())")
+    assert printed(ok(session, source)) == ["[7.0, 7.0]"] + ["[0.0, 0.0]"] * 3
+    pair = ("pair = dist.new_group([1, 2])\nif rank == 1: dist.send(x + rank, dst=2, group=pair)\n"
+            "if rank == 2: dist.recv(x, src=1, group=pair)\nprint(x.tolist())")
+    assert printed(ok(session, pair)) == ["[7.0, 7.0]", "[0.0, 0.0]", "[1.0, 1.0]", "[0.0, 0.0]"]
+
+
 def test_push_and_pull(session: Session) -> None:
     def double(x: int) -> int:
         return 2 * x
