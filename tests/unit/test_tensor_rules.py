@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from tensor_models import Decoder, NormedMLP, ParallelLayer
+from tensor_models import Decoder, NormedMLP
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from colossal_nb.models import GPT, MLP, Llama, ViT
+from colossal_nb.models import GPT, MLP, ViT
 from colossal_nb.parallel.tensor.planning import unproved
 from colossal_nb.parallel.tensor.text import report_lines
 from colossal_nb.parallel.tensor.values import Change, Pair, TensorPlan
@@ -61,20 +61,6 @@ def test_the_numbers_that_a_module_believes_are_found() -> None:
     assert pair.changes == (Change(region, "heads", 4, 2),)
     assert not pair.narrow
     assert pair_of(decided(Decoder("interleaved"), 2), "blocks.0.attention.o").changes == ()
-
-
-def test_multi_query_copies_what_all_heads_read() -> None:
-    plan = decided(Decoder("multi-query"), 2)
-    parts = dict(pair_of(plan, "blocks.0.attention.o").columns)
-    assert parts["blocks.0.attention.q"] == (features(range(8)), features(range(8, 16)))
-    assert parts["blocks.0.attention.k"] == parts["blocks.0.attention.v"] == (tuple(range(4)),) * 2
-    assert set(plan.partial) >= {"blocks.0.attention.k.weight", "blocks.0.attention.v.weight"}
-
-
-def test_more_ranks_than_key_value_groups() -> None:
-    parts = dict(pair_of(decided(Decoder("two groups"), 4), "blocks.0.attention.o").columns)
-    first, second = tuple(range(4)), tuple(range(4, 8))
-    assert parts["blocks.0.attention.k"] == (first, first, second, second)
 
 
 def test_columns_that_read_one_tensor_enter_together() -> None:
@@ -184,20 +170,6 @@ def test_probing_where_samples_meet() -> None:
     assert dict(pair.columns)["q"] == (features(range(4)), features(range(4, 8)))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_attention_and_mlp_side_by_side(fused: bool) -> None:
-    # Heads and single features lead to one linear: of each kind every rank has half.
-    torch.manual_seed(0)
-    (pair,) = decided(ParallelLayer(16, 4, fused), 2, (torch.randn(2, 5, 16),)).pairs
-    assert pair.row_parts == (features(range(8), range(16, 40)), features(range(8, 16), range(40, 64)))
-    assert pair.groups == 4 + 48
-    if fused:
-        first = features(range(8), range(16, 24), range(32, 40), range(48, 72))
-    else:
-        first = features(range(24))
-    assert pair.columns[-1][1][0] == first
-
-
 def test_torchs_own_encoder_layer() -> None:
     # nn.MultiheadAttention never calls its projections: only the MLP is dealt.
     model = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
@@ -232,45 +204,6 @@ def test_deciding_changes_nothing() -> None:
     assert not model.net.training
     assert torch.equal(torch.get_rng_state(), random)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_heads_that_do_not_divide() -> None:
-    model = GPT(vocab_size=96, layers=3, hidden=48, heads=4, max_length=16)
-    with pytest.raises(ValueError, match="independent groups") as problem:
-        decided(model, 3)
-    assert str(problem.value) == (
-        "attention blocks.0.attention has 4 independent groups (heads); tp=3 does not divide them: tp=2 or tp=4 "
-        "(2 more alike)"
-    )
-
-
-MULTI_QUERY, GROUPED = {"heads": 4, "kv_heads": 1}, {"heads": 6, "kv_heads": 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "tp", "words"),
-    [
-        ({"heads": 4}, 8, "has 4 independent groups (heads); tp=8 does not divide them: tp=2 or tp=4"),
-        (MULTI_QUERY, 3, "has 4 independent groups (heads); tp=3 does not divide them: tp=2 or tp=4"),
-        (MULTI_QUERY, 8, "has 4 independent groups (heads); tp=8 does not divide them: tp=2 or tp=4"),
-        ({"heads": 4, "kv_heads": 2}, 3, "has 4 independent groups (heads); tp=3 does not divide them: tp=2 or tp=4"),
-        (GROUPED, 2, "has 3 independent groups (heads); tp=2 does not divide them: tp=3"),
-        (GROUPED, 8, "has 6 independent groups (heads); tp=8 does not divide them: tp=3 or tp=6"),
-    ],
-)
-def test_more_ranks_than_heads_and_copied_heads_are_refused_alike(options: dict[str, int], tp: int, words: str) -> None:
-    # Copies of keys and values make more groups than there are; the value features of one head are none of them.
-    model = Llama(vocab_size=31, layers=1, hidden=48, max_length=16, **options)
-    with pytest.raises(ValueError, match="independent groups") as problem:
-        decided(model, tp)
-    assert str(problem.value) == f"attention blocks.0.attention {words}"
-
-
-def test_copies_of_key_value_heads_go_as_far_as_the_query_heads() -> None:
-    plan = decided(Llama(vocab_size=31, layers=1, hidden=48, heads=6, kv_heads=3, max_length=16), 6)
-    parts = dict(pair_of(plan, "blocks.0.attention.out").columns)
-    assert [len(part) for part in parts["blocks.0.attention.q"]] == [8] * 6
-    assert parts["blocks.0.attention.k"] == tuple(features(range(8 * g, 8 * g + 8)) for g in (0, 0, 1, 1, 2, 2))
 
 
 def test_parameters_that_no_rule_knows_are_named() -> None:

@@ -19,12 +19,14 @@ LEVELS = 6  # kinds of features (by reach and column) that are combined when som
 class Deal:
     """Which rank gets which features: of the row's input, of all columns' outputs counted through.
 
-    copied: some features of the columns are on several ranks, so that the others fall apart.
+    kinds: of how many sizes, and made of how many sets of columns, the groups are. copied: some features of the columns
+    are on several ranks, so that the others fall apart.
     """
 
     row_parts: Parts
     column_parts: Parts
     groups: int
+    kinds: int = 1
     copied: bool = False
 
 
@@ -121,7 +123,7 @@ class Dealer:
             row_parts.append(tuple(mine.nonzero().flatten().tolist()))
             column_parts.append(tuple((self.reached[mine].any(0) | nowhere).nonzero().flatten().tolist()))
         count = sum(len(kind) for kind in kinds)
-        return Deal(tuple(row_parts), tuple(column_parts), count, labels is not self.labels)
+        return Deal(tuple(row_parts), tuple(column_parts), count, len(kinds), labels is not self.labels)
 
 
 def _held(dealt: Deal) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from colossal_nb.parallel.tensor.dataflow import INPUT, Flow, dataflow
 from colossal_nb.parallel.tensor.deal import Deal, Dealer, DoesNotDivideError, NotDealtError
 from colossal_nb.parallel.tensor.probe import Region, reach, region_of
-from colossal_nb.parallel.tensor.search import draws_alike, find_changes
+from colossal_nb.parallel.tensor.search import draws, draws_alike, find_changes
 from colossal_nb.parallel.tensor.values import Change, Pair, Parts, VocabularyShard, even_parts
 from colossal_nb.parallel.trace import Trace
 
@@ -109,6 +109,9 @@ class Rules:
             return more_than_heads or f"no change of integer attributes makes one rank's part run right {between}"
         if len({len(part) for part in dealt.row_parts}) > 1 and not draws_alike(region, dealt, self.ranks):
             return f"{dealt.groups} features make unequal parts, and dropout {between} needs equal ones"
+        if dealt.kinds > 1 and draws(region):
+            # Which part of a mask is a rank's is told by its part of the row's features, all of one kind.
+            return f"{dealt.groups} groups are of {dealt.kinds} kinds, and dropout {between} needs one kind"
         changes, narrow = found
         parts = tuple(zip(region.columns, _column_parts(region, dealt), strict=True))
         pair = Pair(region.call.name, parts, region.row, dealt.row_parts, dealt.groups, changes, narrow)

@@ -63,15 +63,24 @@ def draws_alike(region: Region, dealt: Deal, ranks: int) -> bool:
     Where parts differ in size, dropout between columns and row would leave the ranks at different places of one
     random sequence, and what is whole on all of them would be dropped differently.
     """
-    states = []
-    with torch.random.fork_rng(devices=[]):
-        region.call.module.train()
-        for rank in range(ranks):
-            torch.manual_seed(0)
-            region.run(local_values(region, dealt, rank))
-            states.append(torch.get_rng_state())
-        region.call.module.eval()
+    states = [_state_after(region, local_values(region, dealt, rank)) for rank in range(ranks)]
     return all(torch.equal(states[0], state) for state in states)
+
+
+def draws(region: Region) -> bool:
+    """Whether a training run draws random numbers between columns and row."""
+    return not torch.equal(_state_after(region, region.values), _state_after(region, None))
+
+
+def _state_after(region: Region, values: dict[str, Tensor] | None) -> Tensor:
+    """The random state after a training run with these column outputs; with None, before one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if values is not None:
+            region.call.module.train()
+            region.run(values)
+            region.call.module.eval()
+        return torch.get_rng_state()
 
 
 @contextmanager
