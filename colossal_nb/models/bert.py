@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from colossal_nb.models.parts import Attention, check_heads, check_length, example_tokens, start
+from colossal_nb.models.parts import Attention, check_heads, check_length, check_sizes, example_tokens, start
 
 
 class BERTBlock(nn.Module):
@@ -59,6 +59,7 @@ class BERT(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        check_sizes(vocab_size=vocab_size, layers=layers, max_length=max_length, types=types)
         check_heads(hidden, heads)
         self.max_length = max_length
         self.token = nn.Embedding(vocab_size, hidden)

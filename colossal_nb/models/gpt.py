@@ -33,7 +33,7 @@ class GPT(nn.Module):
         tied: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(vocab_size=vocab_size, layers=layers)
+        check_sizes(vocab_size=vocab_size, layers=layers, max_length=max_length)
         check_heads(hidden, heads)
         self.max_length = max_length
         self.token = nn.Embedding(vocab_size, hidden)

@@ -1,6 +1,7 @@
 """The models are plain torch and say what is wrong with their arguments."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -188,6 +189,23 @@ def test_vit_refuses_other_images() -> None:
         vit()(torch.zeros(3, 1, 8, 8))
     with pytest.raises(ValueError, match="patch_size=3 does not divide image_size=8: take 1, 2, 4, 8"):
         ViT(image_size=8, patch_size=3, classes=5, layers=1, hidden=16, heads=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: GPT(0, 1, 8, 2, max_length=0), "vocab_size=0, max_length=0: each must be at least 1"),
+        (lambda: Llama(13, 0, 8, 2), "layers=0"),
+        (lambda: Llama(13, 1, 8, 2, inner=0), "inner=0"),
+        (lambda: Llama(13, 1, 8, 2, kv_heads=0), "kv_heads=0 does not divide heads=2: take 1 or 2"),
+        (lambda: BERT(13, 1, 8, 0, types=1), "heads=0"),
+        (lambda: BERT(13, 1, 8, 2, types=0), "types=0"),
+        (lambda: ViT(8, 0, 5, 1, 8, 2), "patch_size=0"),
+    ],
+)
+def test_nothing_is_built_of_no_size(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 @pytest.mark.parametrize("make", [llama, bert, vit])
