@@ -22,7 +22,7 @@ REPLICAS = "model, optimizer = cnb.parallelize(m := gpt(), adam(m))\n"
 CELLS = [
     ("tp=2", "cnb.parallelize(gpt(heads=3, hidden=18))", "ValueError",
      "3 independent groups (heads); tp=2 does not divide them"),
-    ("pp=2", "cnb.parallelize(gpt(layers=1))", "ValueError", "pp=2 is more than the 1 blocks"),
+    ("pp=2", "cnb.parallelize(gpt(layers=1))", "ValueError", "pp=2 is more than the 1 block of this GPT"),
     ("pp=2", REPLICAS + "loss_fn(model(tokens), tokens).backward()", "ValueError",
      "cnb.forward_backward(model, loss_fn"),
     ("dp=2", "cnb.forward_backward(model, loss_fn, tokens, tokens)", "ValueError",

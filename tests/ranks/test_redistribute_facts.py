@@ -143,7 +143,7 @@ def test_a_refusal_leaves_everything_as_it_was(ranks: Any, start: str) -> None:
     outcomes = ranks(4).run(refused, start, wrong)
     for said, losses in outcomes:
         assert said == outcomes[0][0]
-        assert ["pp=2 is more than the 1 blocks" in text for text in said[:2]] == [True, True]
+        assert ["pp=2 is more than the 1 block of" in text for text in said[:2]] == [True, True]
         assert "needs 8 engines, there are 4" in said[2]
         assert "zero=1 is not built yet" in said[3]
         assert "colour" in said[4]

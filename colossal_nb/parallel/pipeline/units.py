@@ -30,7 +30,7 @@ def choose_units(model: nn.Module, record: Trace, stages: int, cuts: list[str] |
         _check_blocks(model, units, stages)
         _open_heavy(units, HEAVY_SHARE * share, stages)
     parts = [call for call in units if call.has_parameters]
-    _require(len(parts) >= stages, model, stages, parts, "parts with parameters")
+    _require(len(parts) >= stages, model, stages, parts, "part with parameters")
     return units
 
 
@@ -47,16 +47,20 @@ def _check_blocks(model: nn.Module, units: list[Call], stages: int) -> None:
     for call in [call for call in blocks if _has_chain(model, call)]:
         blocks.remove(call)
         blocks += [inside for inside in call.descendants() if inside.has_parameters and is_block(model, inside)]
-    _require(len(blocks) >= stages or not blocks_lead, model, stages, blocks, "blocks")
+    _require(len(blocks) >= stages or not blocks_lead, model, stages, blocks, "block")
 
 
 def _require(enough: bool, model: nn.Module, stages: int, parts: list[Call], kind: str) -> None:
-    if not enough:
-        named = ", ".join(call.name for call in parts)
-        raise ValueError(
-            f"pp={stages} is more than the {len(parts)} {kind} of this {type(model).__name__} ({named}): "
-            f"pp={max(1, len(parts))} is the largest possible"
-        )
+    if enough:
+        return
+    if not parts:
+        raise ValueError(f"pp={stages}: this {type(model).__name__} calls no modules that stages could share: pp=1")
+    several = "s" if len(parts) > 1 else ""
+    named = ", ".join(call.name for call in parts)
+    raise ValueError(
+        f"pp={stages} is more than the {len(parts)} {kind}{several} of this {type(model).__name__} ({named}): "
+        f"pp={len(parts)} is the largest possible"
+    )
 
 
 def _open_chains(model: nn.Module, units: list[Call], least_flops: float) -> None:
