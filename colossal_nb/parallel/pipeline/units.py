@@ -30,7 +30,7 @@ def choose_units(model: nn.Module, record: Trace, stages: int, cuts: list[str] |
         _check_blocks(model, units, stages)
         _open_heavy(units, HEAVY_SHARE * share, stages)
     parts = [call for call in units if call.has_parameters]
-    _require(len(parts) >= stages, model, stages, parts, "part with parameters")
+    _require(len(parts) >= stages, model, stages, parts, "part", " with parameters")
     return units
 
 
@@ -50,7 +50,9 @@ def _check_blocks(model: nn.Module, units: list[Call], stages: int) -> None:
     _require(len(blocks) >= stages or not blocks_lead, model, stages, blocks, "block")
 
 
-def _require(enough: bool, model: nn.Module, stages: int, parts: list[Call], kind: str) -> None:
+def _require(
+    enough: bool, model: nn.Module, stages: int, parts: list[Call], kind: str, which: str = ""
+) -> None:
     if enough:
         return
     if not parts:
@@ -58,7 +60,7 @@ def _require(enough: bool, model: nn.Module, stages: int, parts: list[Call], kin
     several = "s" if len(parts) > 1 else ""
     named = ", ".join(call.name for call in parts)
     raise ValueError(
-        f"pp={stages} is more than the {len(parts)} {kind}{several} of this {type(model).__name__} ({named}): "
+        f"pp={stages} is more than the {len(parts)} {kind}{several}{which} of this {type(model).__name__} ({named}): "
         f"pp={len(parts)} is the largest possible"
     )
 
