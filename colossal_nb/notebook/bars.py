@@ -74,6 +74,8 @@ class Block:
         self.display_id = display_id
         self.screens: dict[int, Screen] = {}
         self.open: set[int] = set()
+        self.placed = False  # what the ranks printed before it is on the page: it may be shown
+        self.on_page = False
         self.shown = ""
         self.shown_at = float("-inf")
 
@@ -94,6 +96,7 @@ class Bars:
         self._new_id = new_id
         self._blocks: dict[tuple[str, int], Block] = {}
         self._count: dict[tuple[int, str], int] = {}
+        self._placed: dict[tuple[int, str], int] = {}
 
     def open(self, rank: int, name: str) -> Screen:
         """A rank begins to draw on a stream: its nth drawing belongs to the other ranks' nth."""
@@ -106,6 +109,19 @@ class Bars:
         screen = block.screens[rank] = Screen()
         return screen
 
+    def count(self, rank: int, name: str) -> int:
+        """How often the rank has begun to draw on a stream."""
+        return self._count.get((rank, name), 0)
+
+    def place(self, rank: int, name: str) -> None:
+        """The page has come to where this rank began to draw, the next time on this stream: here the picture stands."""
+        nth = self._placed.get((rank, name), 0)
+        self._placed[rank, name] = nth + 1
+        block = self._blocks.get((name, nth))
+        if block is not None and not block.placed:
+            block.placed = True
+            self._renew(block)
+
     def close(self, rank: int, name: str) -> None:
         """The rank prints ordinary lines again."""
         self._blocks[name, self._count[rank, name] - 1].open.discard(rank)
@@ -113,14 +129,22 @@ class Bars:
     def draw(self, now: float, last: bool = False) -> None:
         """Show what has changed, each block at most `PER_SECOND` times a second; `last` without waiting."""
         for key, block in list(self._blocks.items()):
-            if not last and now - block.shown_at < 1 / PER_SECOND:
+            if not block.placed or (not last and now - block.shown_at < 1 / PER_SECOND):
                 continue
-            text = block.picture(self._ranks)
-            if text != block.shown:
-                self._show(block.display_id, text, block.shown_at > float("-inf"))
-                block.shown, block.shown_at = text, now
+            if self._renew(block):
+                block.shown_at = now
             if not block.open and len(block.screens) == len(self._ranks):
                 del self._blocks[key]
+
+
+    def _renew(self, block: Block) -> bool:
+        """Put the picture on the page if it is another one."""
+        text = block.picture(self._ranks)
+        changed = text != block.shown
+        if changed:
+            self._show(block.display_id, text, block.on_page)
+            block.shown, block.on_page = text, True
+        return changed
 
 
 def _merged(row: dict[int, str], ranks: Sequence[int]) -> list[str]:

@@ -10,14 +10,21 @@ _SPACES = re.compile(r"\s+")
 _DIGITS = str.maketrans(dict.fromkeys("0123456789", "0"))
 
 
+def is_measured(text: str) -> bool:
+    """Whether a line is what %timeit or %time has measured: its numbers are what it is for."""
+    return " per loop (mean" in text or text.startswith(("CPU times: ", "Wall time: "))
+
+
 def skeleton(text: str) -> str:
     """A line with its numbers and the width of its spaces taken out: equal for lines that differ only in digits."""
+    if is_measured(text):
+        return text
     return _SPACES.sub(" ", _NUMBER.sub("#", text))
 
 
 def blanked(text: str) -> str:
     """A line with every digit a 0: lines that are equal so have equal skeletons, and it costs a tenth."""
-    return text.translate(_DIGITS)
+    return text if is_measured(text) else text.translate(_DIGITS)
 
 
 def differing_numbers(texts: Sequence[str], blank: str = "") -> int:

@@ -37,7 +37,8 @@ class Folder:
         if row.late:
             group = row.groups[0]
             stream = group.item.kind if group.item.kind in ("stdout", "stderr") else ""
-            return [(stream or "stdout", f"[{rank_list(group.ranks)}] {_late(row, 'line' if stream else 'output')}")]
+            late = _late(row, "line" if stream else "output") + (self._how() if row.alike else "")
+            return [(stream or "stdout", f"[{rank_list(group.ranks)}] {late}")]
         if len(row.groups) > 1 and not self._show_all:
             blanks = {(group.item.kind, blanked(group.item.text)) for group in row.groups}
             if len(blanks) == 1:  # quick, and the usual case
@@ -65,6 +66,11 @@ class Folder:
         self._say_same = False
         return f"(same on ranks {rank_list(self._ranks)})"
 
+    def _how(self) -> str:
+        """How to see what is folded; said once."""
+        said, self._say_how = self._say_how, False
+        return "; --show all shows them" if said else ""
+
     def _alike(self, groups: Sequence[Group]) -> list[list[Group]]:
         alike: dict[tuple[str, str], list[Group]] = {}
         for group in groups:
@@ -78,10 +84,8 @@ class Folder:
         if len(alike) > 1:
             others = sum(len(group.ranks) for group in alike[1:])
             count = differing_numbers([group.item.text for group in alike], blank)
-            how = "; --show all shows them" if self._say_how else ""
-            self._say_how = False
             where = f"differ in {count} number{'s' * (count != 1)}" if count else "differ in spaces"
-            text += f"  ({others} alike, {where}{how})"
+            text += f"  ({others} alike, {where}{self._how()})"
         return first.item.kind, text
 
 

@@ -22,8 +22,9 @@ MOST_OWED = 20_000
 
 
 class Item(NamedTuple):
-    """Something one rank showed. `kind`: stdout, stderr, display, result, update or clear.
+    """Something one rank showed. `kind`: stdout, stderr, display, result, update, clear or bars.
 
+    Bars are no output: they mark where a rank began to draw on the stream `text`, and are passed on in its order.
     `text` is a line without its newline, and for rich output a digest: items with equal kind and text are the same.
     """
 
@@ -161,6 +162,10 @@ class Merger:
             for each in self._of.values():
                 if each.owed and each.queue:
                     self._learn(each.pay(self._fold))
+            bars = self._bars()
+            if bars:
+                rows += bars
+                continue
             heads = {rank: self._of[rank].queue[0] for rank in self.ranks if self._of[rank].queue}
             if not heads:
                 break
@@ -199,6 +204,11 @@ class Merger:
                 for rank in self.ranks:
                     if rank not in heads:
                         self._of[rank].owe(key, alike, since)
+
+    def _bars(self) -> list[Row]:
+        """Marks that have come to the head of a queue: nothing to compare, nothing to wait for."""
+        reached = [rank for rank, each in self._of.items() if each.queue and each.queue[0][0][0] == "bars"]
+        return [Row((Group((rank,), Item(*self._of[rank].pop()[0])),)) for rank in reached]
 
     def _learn(self, lag_s: float) -> None:
         """A rank came late with what others had shown: on this machine it is worth to wait a little longer."""

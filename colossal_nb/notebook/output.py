@@ -6,15 +6,17 @@ import re
 import sys
 from collections.abc import Collection, Sequence
 
-from colossal_nb.notebook.bars import Bars
+from colossal_nb.notebook.bars import CONTROL, Bars
 from colossal_nb.notebook.fold import Folder
 from colossal_nb.notebook.lines import Splitter
 from colossal_nb.notebook.merge import HOLD_S, Group, Item, Merger, Row
 from colossal_nb.notebook.page import Page, new_id
-from colossal_nb.notebook.text import Rest, Text
+from colossal_nb.notebook.text import LONGEST_LINE, Rest, Text
 from colossal_nb.run import Output
 
-_CELL_FILE = re.compile(r"/\S{0,200}?ipykernel_\d+/\d+\.py:(\d+)")  # what a warning in a cell names as its file
+_CELL_FILE = re.compile(r"/[^\s'\":]{0,200}?ipykernel_\d+/\d+\.py(:\d+)?")
+"""The file of a cell as warnings, tracebacks and help name it: each process has a folder of its own for them."""
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 
 
@@ -46,13 +48,21 @@ class CellOutput:
         if output.kind == "stream":
             if output.name == "stderr" and output.text.startswith("UsageError: "):
                 return  # IPython prints these and raises them as well; the error is shown
-            splitter = self._splitter(output.rank, output.name)
-            text = _CELL_FILE.sub(r"cell, line \1", output.text) if "ipykernel_" in output.text else output.text
-            self._add_lines(output.rank, output.name, splitter.feed(text, now), now)
+            self._add_text(output.rank, output.name, _cell_files(output.text), now)
         elif output.kind != "error":
             self._flush_partials(output.rank, now)
             kind = "update" if output.kind == "update_display" else output.kind
             self._merger.add(output.rank, Item(kind, _digest(output), output), now)
+
+    def _add_text(self, rank: int, name: str, text: str, now: float) -> None:
+        """Cut a stream into lines; where the rank begins to draw, a mark keeps the place among them."""
+        splitter = self._splitter(rank, name)
+        for piece in _LINE.findall(text) if CONTROL.search(text) else [text]:
+            drawings = self._bars.count(rank, name)
+            lines = splitter.feed(piece, now)
+            if self._bars.count(rank, name) > drawings:
+                self._merger.add(rank, Item("bars", name), now)
+            self._add_lines(rank, name, lines, now)
 
     def _add_lines(self, rank: int, name: str, lines: Sequence[str], now: float) -> None:
         """Lines to be merged, as many as the page may have room for; the others are only counted."""
@@ -135,6 +145,9 @@ class CellOutput:
             self._show(Row((group,)))
             return
         self._close_line()
+        if group.item.kind == "bars":
+            self._bars.place(group.ranks[0], group.item.text)
+            return
         output = group.item.output
         assert output is not None
         if group.item.kind == "clear":
@@ -201,7 +214,7 @@ class CellOutput:
         if not self._merger.empty or not self._text.room:
             return
         for stream in ("stdout", "stderr"):
-            texts = {rank: splitter.partial for (rank, name), splitter in self._splitters.items()
+            texts = {rank: splitter.partial[:LONGEST_LINE] for (rank, name), splitter in self._splitters.items()
                      if name == stream and splitter.partial and now - splitter.since >= HOLD_S}
             opened, shown = self._open
             if not texts or (shown and opened != stream):
@@ -221,10 +234,17 @@ def _is_text(output: Output | None) -> bool:
     return output is not None and set(output.data or {}) == {"text/plain"}
 
 
+def _cell_files(text: str) -> str:
+    """Without the names that a cell has only in one process."""
+    if "ipykernel_" not in text:
+        return text
+    return _CELL_FILE.sub(lambda match: f"cell, line {match[1][1:]}" if match[1] else "cell", text)
+
+
 def _digest(output: Output) -> str:
-    """Equal for outputs that look equal: addresses of objects do not count."""
+    """Equal for outputs that look equal: addresses of objects and names of a cell's file do not count."""
     bundle = sorted((output.data or {}).items())
-    return hashlib.sha1(_ADDRESS.sub("", f"{output.name}{bundle!r}").encode()).hexdigest()
+    return hashlib.sha1(_ADDRESS.sub("", _cell_files(f"{output.name}{bundle!r}")).encode()).hexdigest()
 
 
 def _common_start(texts: Sequence[str]) -> str:

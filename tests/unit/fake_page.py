@@ -14,14 +14,19 @@ class FakePage:
         self.displays: dict[str, str] = {}
         self.updates: dict[str, int] = {}
         self.cleared: list[bool] = []
+        self.order: list[str] = []
+        """Lines of text, and the ids of displays, as they came onto the page."""
 
     def write(self, stream: str, text: str) -> None:
+        self.order += text.splitlines()
         self.writes.append((stream, text))
 
     def display(self, data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None, display_id: str = "",
                 update: bool = False) -> None:
         key = display_id or f"#{len(self.displays)}"
-        assert not update or key in self.displays
+        assert update == (key in self.displays)
+        if not update:
+            self.order.append(key)
         self.displays[key] = str(data.get("text/plain", sorted(data)))
         self.updates[key] = self.updates.get(key, 0) + 1
 
@@ -30,6 +35,11 @@ class FakePage:
 
     def text(self, stream: str = "stdout") -> str:
         return "".join(text for name, text in self.writes if name == stream)
+
+    @property
+    def whole(self) -> list[str]:
+        """The page from top to bottom, displays in their last state."""
+        return [self.displays.get(each, each) for each in self.order]
 
     @property
     def pictures(self) -> list[str]:

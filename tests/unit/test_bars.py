@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from fake_page import Cell
 from tqdm import tqdm
 
@@ -98,3 +99,28 @@ def test_a_screen_is_a_small_terminal() -> None:
     screen = Screen()
     screen.feed("first\nsecond\x1b[A\rFIRST\x1b[B\x1b[K!")
     assert screen.text() == ["FIRST", "secon!"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_drawing_stands_where_it_was_printed(ranks: int) -> None:
+    cell = Cell(ranks=ranks).all_print("before\n").all_print("a\rb\n").all_print("tab\n").all_print("c\rd\ne\n")
+    assert cell.end().whole == ["before", "b", "tab", "d", "e"]
+
+
+def test_it_waits_for_the_lines_before_it_and_those_behind_wait_for_it() -> None:
+    cell = Cell(ranks=2).prints(0, "x\na\rb\nafter\n").wait(0.1)
+    assert cell.page.whole == []
+    assert cell.prints(1, "x\n").wait(0.01).page.whole == ["x", "[0] b"]
+    cell.prints(1, "a\rb\nafter\n")
+    assert cell.end().whole == ["x", "b", "after"]
+
+
+def test_the_bar_of_one_rank_alone_is_drawn_at_once() -> None:
+    cell = Cell().prints(0, drawn(10)[0], "stderr").wait(0.0)
+    assert cell.page.pictures[0].startswith("[0] train:   0%")
+
+
+def test_a_bar_among_late_lines_keeps_its_place() -> None:
+    cell = Cell(ranks=2).prints(0, "x\n").wait(0.3).prints(0, "a\rb\ny\n").wait(0.3)
+    cell.prints(1, "x\na\rb\ny\n")
+    assert cell.end().whole == ["[0] x", "b", "[0] y", "[1] the same 2 lines"]

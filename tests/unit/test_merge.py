@@ -67,7 +67,7 @@ def test_lines_of_one_rank_alone_are_not_held_longer() -> None:
 def test_late_lines_that_differ_in_digits_are_folded_as_in_time() -> None:
     cell = Cell(ranks=2).prints(1, "rank 1 of 2\nrank 1 ends\n").wait(0.3)
     assert cell.prints(0, "rank 0 of 2\nrank 0 ends\n").end().text() == (
-        "[1] rank 1 of 2\n[1] rank 1 ends\n[0] 2 alike lines, numbers differ\n")
+        "[1] rank 1 of 2\n[1] rank 1 ends\n[0] 2 alike lines, numbers differ; --show all shows them\n")
 
 
 def test_late_lines_are_written_when_every_line_is_asked_for() -> None:
@@ -264,3 +264,28 @@ def test_clear_output_clears_the_page_once() -> None:
     page = cell.end()
     assert page.cleared == [True]
     assert page.text() == "old\nnew\n"
+
+
+TIMED = "{} µs ± 10 ns per loop (mean ± std. dev. of 7 runs, 100,000 loops each)\n"
+
+
+@pytest.mark.parametrize("line", [TIMED, "Wall time: {} ms\n", "CPU times: user {} µs, sys: 0 ns, total: 5 µs\n"])
+@pytest.mark.parametrize("wait_s", [0.0, 0.3])
+def test_what_was_measured_is_shown_of_every_rank(line: str, wait_s: float) -> None:
+    cell = Cell()
+    for rank in (2, 0, 3, 1):
+        cell.prints(rank, line.format(f"1.{rank}")).wait(wait_s)
+    shown = cell.end().text()
+    assert sorted(shown.splitlines(True)) == [f"[{rank}] {line.format(f'1.{rank}')}" for rank in range(4)]
+
+
+def test_a_cells_file_has_another_name_in_each_process() -> None:
+    cell = Cell(ranks=2, bare=True)
+    for rank in (0, 1):
+        name = f"/tmp/ipykernel_4{rank}/123.py"
+        cell.shows(rank, text_plain=f"Docstring: doubles\nFile: {name}\nType: function")
+        cell.prints(rank, f'  File "{name}", line 3, in loss\n{name}:4: UserWarning: careful\n', "stderr")
+    page = cell.end()
+    assert len(page.pictures) == 1
+    assert page.text("stderr") == (
+        '  File "cell", line 3, in loss\ncell, line 4: UserWarning: careful\n(same on ranks 0,1)\n')
