@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from colossal_nb.parallel import objects
+from colossal_nb.parallel.handle import tell
 from colossal_nb.parallel.world import World
 
 Result = TypeVar("Result")
@@ -18,7 +19,8 @@ def once(function: Callable[..., Result] | None = None) -> Any:
 
     `@cnb.once` on a function: rank 0 calls it and every rank gets its result (or its error).
     `with cnb.once() as mine:` a block: rank 0 first, with mine=True, then the others, with mine=False, so that
-    `if mine: download()` followed by `load()` is right. Collective.
+    `if mine: download()` followed by `load()` is right. A block that never asks for `mine` runs on every rank, and it
+    is said so after the cell. Collective.
     """
     if function is None:
         return _block()
@@ -42,12 +44,40 @@ def once(function: Callable[..., Result] | None = None) -> Any:
     return called
 
 
+class Mine(int):
+    """True on the rank that goes first, False on the others; remembers whether anybody has looked."""
+
+    looked = False
+
+    def __bool__(self) -> bool:
+        self.looked = True
+        return int(self) == 1
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+_ALL_RAN_IT = (
+    "every rank ran the block of `with cnb.once()`, one of them first, because the block did not ask whose turn it is: "
+    "for one rank alone write `with cnb.once() as mine:` and `if mine:` inside, or a function under @cnb.once"
+)
+
+
 @contextmanager
-def _block() -> Iterator[bool]:
-    group = World.current().whole()
-    first = group.index == 0
-    if not first:
+def _block() -> Iterator[Mine]:
+    world = World.current()
+    group = world.whole()
+    mine = Mine(group.index == 0)
+    if group.index != 0:
         group.run("barrier", [], of="once")
-    yield first
-    if first:
+    yield mine
+    if group.index == 0:
         group.run("barrier", [], of="once")
+    if group.size > 1 and not mine.looked and _ALL_RAN_IT not in world.notes:  # Python cannot leave a block out
+        tell(_ALL_RAN_IT)
