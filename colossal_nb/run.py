@@ -92,6 +92,37 @@ class Summary:
     loss: float | None = None
 
 
+MOST_TEXT = 1 << 26
+"""Characters of text that a run keeps, in equal shares of the ranks: of more, the first and the last half."""
+
+
+class _Kept(list[Output]):
+    """One rank's outputs. Of a flood of text the middle is left out, so that no cell takes the notebook's memory."""
+
+    def __init__(self, share: int) -> None:
+        super().__init__()
+        self._share = share
+        self._held = 0
+        self._head = -1                                # how many outputs are the first half, once there is more
+        self.left_out = 0
+
+    def append(self, output: Output) -> None:
+        super().append(output)
+        self._held += len(output.text)
+        if self._head < 0 and self._held > self._share // 2:
+            self._head = len(self)
+        if self._held > self._share * 5 // 4 and len(self) > self._head + 1:
+            self._leave_out()
+
+    def _leave_out(self) -> None:
+        end = self._head
+        while end < len(self) - 1 and self._held > self._share:
+            self._held -= len(self[end].text)
+            self.left_out += len(self[end].text)
+            end += 1
+        del self[self._head:end]
+
+
 class Run:
     """One cell on the ranks. Iterate it while it runs (it must be iterated, or `wait()` called, for it to progress)."""
 
@@ -104,7 +135,8 @@ class Run:
         self.notes = list(notes)
         """Plain sentences for the user: growth, replaced ranks, missing names, what limits a stop."""
         self.status = "running"
-        self.outputs: dict[int, list[Output]] = {rank: [] for rank in ranks}
+        self._share = MOST_TEXT // max(1, len(ranks))
+        self.outputs: dict[int, list[Output]] = {rank: _Kept(self._share) for rank in ranks}
         self.errors: dict[int, RankError] = {}
         self.seconds = 0.0
         self.interrupted = False
@@ -139,10 +171,16 @@ class Run:
     def add(self, message: Message) -> None:
         """Keep a message; the session calls this before the message is seen by who iterates."""
         if isinstance(message, Output):
-            self.outputs.setdefault(message.rank, []).append(message)
+            kept = self.outputs.setdefault(message.rank, _Kept(self._share))
+            kept.append(message)
         elif isinstance(message, Events):
             self._frames.append(message.data)
             self._record = None
+
+    @property
+    def left_out(self) -> dict[int, int]:
+        """rank -> characters of its output that were too many to be kept; {} if all are in `outputs`."""
+        return {rank: kept.left_out for rank, kept in self.outputs.items() if isinstance(kept, _Kept) and kept.left_out}
 
     @property
     def error(self) -> RankError | None:

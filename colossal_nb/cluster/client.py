@@ -5,6 +5,7 @@ Everything arrives through `pump`, in the thread that asks; nothing happens behi
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from colossal_nb.cluster.wire import Frame
 
 _WARM_LIMIT_S, _START_LIMIT_S, _REQUEST_LIMIT_S = 180.0, 60.0, 60.0
 _PROBE_S = 0.1
+_CREDIT_BYTES = 1 << 16
+_MOST_BACKLOG = 1000
 
 
 class ClusterLost(RuntimeError):
@@ -75,6 +78,7 @@ class Client:
     unresponsive: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._credited: Counter[int] = Counter()
         self._poller = zmq.Poller()
         self._poller.register(self.link.socket, zmq.POLLIN)
 
@@ -89,11 +93,21 @@ class Client:
             for socket in (self.door.output, self.door.shell):
                 if socket in ready:
                     events += self.door.receive(socket)
+            self._credit(self.door)
         if not ready and not self.link.alive:
             self.lost = "the supervisor ended"
         if self.lost:
             raise ClusterLost(f"{self.lost}; all ranks have ended with it. The next cell starts a new cluster")
         return events
+
+    def _credit(self, door: Door) -> None:
+        """Let ranks print on, unless what they have printed only piles up here."""
+        if len(self.backlog) > _MOST_BACKLOG:
+            return
+        for rank, heard in door.heard.items():
+            if heard - self._credited[rank] >= _CREDIT_BYTES:
+                self._credited[rank] = heard
+                self.link.send("credit", ranks=[rank], heard=heard)
 
     def _note(self, frame: Frame) -> list[Event]:
         body = frame.body

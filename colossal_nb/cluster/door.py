@@ -8,7 +8,9 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +20,7 @@ import zmq
 from colossal_nb.cluster.wire import arrived, unlimited
 
 _DELIMITER = b"<IDS|MSG>"
+_RECEIVE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Door:
         self._protocol = Protocol(connection)
         self.shell = context.socket(zmq.DEALER)
         self.output = context.socket(zmq.SUB)
+        self.heard: Counter[int] = Counter()           # bytes of each rank's messages on `output`
         for socket in (self.shell, self.output):
             unlimited(socket)
         self.shell.setsockopt(zmq.IDENTITY, self._protocol.session.encode())
@@ -88,12 +92,16 @@ class Door:
         return identity
 
     def receive(self, socket: zmq.Socket[bytes]) -> list[Reply]:
-        """What has arrived on `shell` or `output`."""
+        """What has arrived on `shell` or `output`, as much as a moment has room for: more may come all the time."""
         replies = []
-        while arrived(socket):
-            reply = self._protocol.read(socket.recv_multipart())
+        end = time.monotonic() + _RECEIVE_S
+        while arrived(socket) and time.monotonic() < end:
+            frames = socket.recv_multipart()
+            reply = self._protocol.read(frames)
             if reply is not None:
                 replies.append(reply)
+                if socket is self.output and reply.rank >= 0:
+                    self.heard[reply.rank] += sum(map(len, frames))
         return replies
 
     def close(self) -> None:

@@ -3,8 +3,9 @@
 `python -m colossal_nb.cluster.supervisor` lives as long as the pipe on its stdin is open: when the kernel ends, in
 whatever way, the pipe ends, and the supervisor takes everything down and removes its folder.
 
-From the kernel: start(engines), restart(rank), interrupt(cell, ranks), release(reason, ranks), regroup(ranks), look,
-stop. To the kernel: warm, rank(rank, phase, ...), death(rank, how, ...), state, events, regrouped(epoch), fault.
+From the kernel: start(engines), restart(rank), interrupt(cell, ranks), release(reason, ranks), regroup(ranks),
+credit(ranks, heard), look, stop. To the kernel: warm, rank(rank, phase, ...), death(rank, how, ...), state, events,
+regrouped(epoch), fault.
 """
 from __future__ import annotations
 
@@ -150,6 +151,9 @@ class Supervisor:
 
     def _on_release(self, frame: Frame) -> None:
         self._each("release", frame.body["ranks"], reason=frame.body["reason"])
+
+    def _on_credit(self, frame: Frame) -> None:
+        self._each("credit", frame.body["ranks"], heard=frame.body["heard"])
 
     def _on_look(self, frame: Frame) -> None:
         self._each("look", frame.body["ranks"])

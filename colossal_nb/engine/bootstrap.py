@@ -15,6 +15,7 @@ from colossal_nb.cluster.host import die_with
 from colossal_nb.cluster.wire import Address
 from colossal_nb.engine import kernel, timing
 from colossal_nb.engine.cell import Cells
+from colossal_nb.engine.flow import Flow
 from colossal_nb.engine.interrupts import Interrupts
 from colossal_nb.engine.recorder import RankRecorder
 from colossal_nb.engine.side import Side
@@ -32,14 +33,14 @@ def live(rank: int, life: int, parent: int, directory: str, order: dict[str, Any
     torch.set_num_threads(int(order["threads"]))
     context: zmq.Context[Any] = zmq.Context()
     address = Address(**order["address"])
-    recorder, interrupts = RankRecorder(rank), Interrupts()
+    recorder, interrupts, flow = RankRecorder(rank), Interrupts(), Flow()
     store = Store(context, address, f"store:{rank}:{life}")
-    side = Side(context, address, f"side:{rank}:{life}", recorder, interrupts, store)
+    side = Side(context, address, f"side:{rank}:{life}", recorder, interrupts, store, flow)
     side.phase("connected")
     side.start()
     world = World.start(rank, int(order["world_size"]), store, epoch=int(order["epoch"]), recorder=recorder)
     side.world = world
-    cells = Cells(world, side, interrupts)
+    cells = Cells(world, side, interrupts, flow)
     timing.install(lambda key, value: _agree(store, cells, key, value))
 
     def ready(engine: str, shell: Any) -> None:

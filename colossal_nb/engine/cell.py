@@ -1,8 +1,8 @@
 """How a rank runs one cell.
 
 Settings come with the source as JSON: cell (its number in the notebook), strategy, ranks (of the cell), threads,
- random (rank 0's states, when this rank's may differ), record. What goes back with the reply: the error with
-the user's line, the digest of the random states, what was recorded and is not sent yet.
+heard (output, see `flow`), random (rank 0's states, when this rank's may differ), record. What goes back with the
+reply: the error with the user's line, the digest of the random states, what was recorded and is not sent yet.
 """
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from colossal_nb.parallel import distributed
 from colossal_nb.plan.strategy import Strategy
 
 if TYPE_CHECKING:
+    from colossal_nb.engine.flow import Flow
     from colossal_nb.engine.interrupts import Interrupts
     from colossal_nb.engine.side import Side
     from colossal_nb.parallel.world import World
@@ -29,10 +30,11 @@ INJECTED = ("rank", "world_size", "mesh")
 class Cells:
     """Runs the cells of one rank, one after another, in the main thread."""
 
-    def __init__(self, world: World, side: Side, interrupts: Interrupts) -> None:
+    def __init__(self, world: World, side: Side, interrupts: Interrupts, flow: Flow) -> None:
         self.world = world
         self.ranks: tuple[int, ...] = world.ranks
         self.number = 0
+        self.flow = flow
         self._side = side
         self._interrupts = interrupts
         self._injected: dict[str, Any] = {}
@@ -43,6 +45,8 @@ class Cells:
             store_history: bool) -> dict[str, Any]:
         """Run a cell to its end, whatever that is; returns the content of the reply."""
         self._prepare(shell, settings)
+        if "distributed" in source:
+            distributed.expect()
         begin, records_gradients = time.perf_counter(), torch.is_grad_enabled()
         try:
             try:
@@ -66,6 +70,7 @@ class Cells:
         world = self.world
         self.number = int(settings["cell"])
         self.ranks = tuple(settings["ranks"])
+        self.flow.begin(settings.get("heard"))
         shell.execution_count = self.number
         text = settings.get("strategy")
         world.strategy = None if text is None else Strategy.parse(text)
@@ -98,6 +103,11 @@ class Cells:
         notes, self.world.notes[:] = list(self.world.notes), []
         return {"random": digest, "states": randomness.to_text(states) if lead else "", "frames": frames,
                 "events": base64.b64encode(rest).decode(), "notes": notes}
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last cell was."""
+        return self._interrupts.landed
 
     @property
     def defined(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from colossal_nb.engine import files, progress, prompts, tracebacks
 from colossal_nb.engine.cell import Cells
 from colossal_nb.engine.loops import PrivateLoop
 from colossal_nb.engine.requests import Requests
+from colossal_nb.engine.streams import Stream, Streams, pack
 
 SETTINGS = "colossal"
 
@@ -23,6 +25,11 @@ class RankKernel(IPythonParallelKernel):                               # type: i
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.session.pack = pack
+        self.iopub_socket.send_multipart = self.cells.flow.counted(self.iopub_socket.send_multipart)
+        shows = self.shell.display_pub
+        shows.publish, shows.clear_output = map(self.cells.flow.paced, (shows.publish, shows.clear_output))
+        self._streams: Streams | None = None           # there are none before the engine has redirected its output
         self.shell.loop_runner = PrivateLoop()
         progress.install()
         prompts.install(self.shell)
@@ -51,8 +58,15 @@ class RankKernel(IPythonParallelKernel):                               # type: i
                          cell_meta: dict[str, Any] | None = None, cell_id: str | None = None) -> dict[str, Any]:
         settings = (cell_meta or {}).get(SETTINGS) or {
             "cell": self.shell.execution_count, "ranks": self.cells.world.ranks}
-        reply: dict[str, Any] = await _outside_tasks(lambda: self.cells.run(
-            self.shell, code, settings, silent=silent, store_history=store_history))
+        self._streams = self._streams or Streams()
+        self._streams.begin_cell()
+        try:
+            reply: dict[str, Any] = await _outside_tasks(lambda: self.cells.run(
+                self.shell, code, settings, silent=silent, store_history=store_history))
+        except Exception as error:                     # none of the user's: whoever asked must hear of it all the same
+            reply = {"status": "error", "ename": type(error).__name__, "evalue": f"the engine failed: {error}",
+                     "traceback": traceback.format_exception(error), "line": None}
+        reply["notes"] = [*reply.get("notes", []), *self._streams.end_cell(self.cells.interrupted)]
         if reply["status"] == "error":
             reply["engine_info"] = self.get_engine_info(method="execute")
         else:
@@ -85,6 +99,7 @@ class RankEngine(engine_app.IPEngine):                                 # type: i
     """The engine of one rank. `on_ready` is called when it can take cells."""
 
     on_ready: Callable[[str, Any], None]
+    out_stream_factory = Stream
 
     async def register(self) -> None:
         await super().register()
@@ -103,7 +118,7 @@ class RankEngine(engine_app.IPEngine):                                 # type: i
 def start(rank: int, directory: str, cells: Cells, on_ready: Callable[[str, Any], None]) -> None:
     """Become the ipyparallel engine with this rank's number; returns when the engine ends."""
     files.install(lambda: cells.world.recorder, directory)
-    RankKernel.cells = cells
+    RankKernel.cells, Stream.flow = cells, cells.flow
     engine_app.Kernel = RankKernel
     RankEngine.on_ready = staticmethod(on_ready)
     RankEngine.launch_instance(argv=[

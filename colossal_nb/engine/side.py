@@ -1,7 +1,7 @@
 """The side thread of a rank: answers the supervisor while the main thread is anywhere.
 
-Down: interrupt(cell), release(reason), regroup(epoch, ranks), look. Up: phase, state (what the rank waits in), events
-(recorded, five times a second), ready(epoch), stack.
+Down: interrupt(cell), release(reason), regroup(epoch, ranks), credit(heard), look. Up: phase, state (what the rank
+waits in), events (recorded, five times a second), ready(epoch), stack.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from colossal_nb.cluster.wire import Address, Frame, connect, pack, unpack
 from colossal_nb.engine.recorder import RankRecorder
 
 if TYPE_CHECKING:
-    from colossal_nb.engine.interrupts import Interrupts
+    from colossal_nb.engine.flow import Flow
     from colossal_nb.engine.store import Store
     from colossal_nb.parallel.world import World
 
@@ -29,7 +29,7 @@ class Side(threading.Thread):
     """Owns the socket to the supervisor. The main thread asks nothing of it except through plain attributes."""
 
     def __init__(self, context: zmq.Context[Any], address: Address, identity: str, recorder: RankRecorder,
-                 interrupts: Interrupts, store: Store) -> None:
+                 interrupts: Interrupts, store: Store, flow: Flow) -> None:
         super().__init__(name="colossal-side", daemon=True)
         self._socket = connect(context, address, identity)
         self._address = address
@@ -37,6 +37,7 @@ class Side(threading.Thread):
         self._interrupts = interrupts
         self._store = store
         self._main = threading.main_thread()
+        self._flow = flow
         self._phases: list[dict[str, Any]] = []
         self._drain_lock = threading.Lock()
         self._frames = 0
@@ -93,6 +94,8 @@ class Side(threading.Thread):
             self._try_regroup()
         elif frame.kind == "look":
             self._send("stack", {"lines": self._stack()})
+        elif frame.kind == "credit":
+            self._flow.credit(int(frame.body["heard"]))
 
     def _interrupt(self, cell: int) -> None:
         world = self.world

@@ -5,6 +5,8 @@ import re
 
 from colossal_nb.notebook.bars import CONTROL, MOST_ROWS, Bars, Screen
 
+MOST_PARTIAL = 1 << 20
+"""Characters after which a line without an end is taken for one: it would be read again and again."""
 _PIECE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
@@ -16,6 +18,7 @@ class Splitter:
         self._name = name
         self._bars = bars
         self._parts: list[str] = []
+        self._length = 0
         self._screen: Screen | None = None
         self.since = 0.0
         """When the line that is not complete began."""
@@ -46,11 +49,13 @@ class Splitter:
         head, newline, tail = text.rpartition("\n")
         if not self._parts:
             self.since = now
+            self._length = 0
         if not newline:
             self._parts += [text] if text else []
-            return []
+            self._length += len(text)
+            return self.flush() if self._length > MOST_PARTIAL else []
         lines = (self.partial + head).split("\n")
-        self._parts = [tail] if tail else []
+        self._parts, self._length = [tail] if tail else [], len(tail)
         self.since = now
         return lines
 

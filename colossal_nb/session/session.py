@@ -137,7 +137,8 @@ class Session:
         loop = CellLoop(client, run, parents, upkeep.counts, cell, timeout_s)
         for rank in chosen:
             differs = upkeep.states and upkeep.digests.get(rank) != upkeep.digests.get(0)
-            metadata = {"colossal": {**settings, "random": upkeep.states} if differs else settings}
+            own = {"heard": client.door.heard[rank], **({"random": upkeep.states} if differs else {})}
+            metadata = {"colossal": {**settings, **own}}
             parents[client.door.send(client.members[rank].engine, "execute_request", content, metadata)] = rank
         self._loop, self._run = loop, run
         run.attach(self._drive(loop, run), loop.presses.press)
