@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from colossal_nb.cluster.wire import Address, Frame, connect, pack, unpack
+from colossal_nb.engine.interrupts import Interrupts, of_a_cell
 from colossal_nb.engine.recorder import RankRecorder
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Side(threading.Thread):
         due = 0.0
         while True:
             wait_s = 0.01 if self._phases or not self.world else max(0.0, due - time.monotonic())
+            wait_s = min(wait_s, self._interrupts.settle())
             if self._socket.poll(int(wait_s * 1000) + 1):
                 self._obey(unpack(self._socket.recv_multipart()))
             while self._phases:
@@ -157,7 +159,7 @@ class Side(threading.Thread):
         frame = sys._current_frames().get(self._main.ident or 0)
         while frame is not None:
             name = frame.f_code.co_filename
-            if "ipykernel_" in name or name.startswith("<ipython-input"):
+            if of_a_cell(name):
                 return f"line {frame.f_lineno}"
             frame = frame.f_back
         return ""
