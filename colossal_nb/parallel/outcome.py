@@ -64,7 +64,17 @@ def _outcome(work: Callable[[], Any]) -> _Outcome:
     except Released:
         raise
     except Exception as error:
-        return _Outcome(failure=_failure(error), cause=error)
+        # torch.save, cut short by an interrupt or a full disk, raises an error of its own on the way out.
+        chain: list[BaseException] = [error]
+        while (before := chain[-1].__context__) is not None:
+            chain.append(before)
+        interrupt = next((each for each in chain if isinstance(each, KeyboardInterrupt)), None)
+        if interrupt is not None:
+            raise interrupt from None
+        root = error
+        if not isinstance(error, _KINDS):
+            root = next((each for each in chain if isinstance(each, OSError)), error)
+        return _Outcome(failure=_failure(root), cause=error)
 
 
 def _raise(failures: Sequence[_Failure | None], group: Group, cause: Exception | None) -> None:

@@ -1,0 +1,177 @@
+"""A save that comes to no end leaves the checkpoint that was there; paths that cannot be are told."""
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_setup import data_files, save_trained, setup
+from small_gpt import gpt, train
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+import colossal_nb as cnb
+from colossal_nb.parallel.world import World
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def saved(ranks: Any, tmp_path: Path) -> Path:
+    ranks(2).run(save_trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def full_disk(path: Path, odd: int, most_bytes: int) -> tuple[str, str, int]:
+    """Files on one rank may not grow further: what a full disk is to a program."""
+    model, optimizer = setup("tp=2")
+    train(model, optimizer, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if World.current().rank == odd:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+    try:
+        cnb.save(path, model, optimizer, step=2)
+    except OSError as error:
+        return type(error).__name__, str(error), len(os.listdir(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "", "", 0
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("most_bytes", [0, 4096, 50_000])
+def test_a_full_disk_leaves_the_old_one(ranks: Any, saved: Path, odd: int, most_bytes: int) -> None:
+    assert min(file.stat().st_size for file in data_files(saved)) > most_bytes
+    said = ranks(2).run(full_disk, saved, odd, most_bytes)
+    assert [each[:2] for each in said] == [said[0][:2]] * 2
+    assert said[0][0] == "OSError"
+    assert f"on rank {odd}: File too large" in said[0][1].replace("[Errno 27] ", "")
+    assert cnb.load(saved, gpt()) == {"step": 1}
+    assert len(list(saved.iterdir())) == 2
+
+
+def test_a_full_disk_at_the_first_save_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(full_disk_first, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def full_disk_first(path: Path) -> None:
+    model, optimizer = setup("tp=2")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            cnb.save(path, model, optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+class Pressing:
+    """A file whose tenth write is met by an interrupt: torch.save then raises an error of its own on its way out."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.writes = file, 0
+
+    def write(self, data: Any) -> int:
+        self.writes += 1
+        if self.writes == 10:
+            raise KeyboardInterrupt
+        count: int = self.file.write(data)
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def interrupted(path: Path) -> None:
+    model, optimizer = setup("tp=2")
+    before = FileSystem.create_stream
+
+    @contextmanager
+    def create_stream(self: FileSystem, name: Any, mode: str) -> Iterator[Any]:
+        with before(self, name, mode) as file:
+            World.current().whole().run("barrier", [])  # both are writing when the interrupt comes
+            yield Pressing(file)
+
+    FileSystem.create_stream = create_stream
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cnb.save(path, model, optimizer, step=2)
+    finally:
+        FileSystem.create_stream = before
+
+
+def test_an_interrupt_leaves_the_old_one(ranks: Any, saved: Path) -> None:
+    ranks(2).run(interrupted, saved)
+    assert cnb.load(saved, gpt()) == {"step": 1}
+    assert len(list(saved.iterdir())) == 2
+
+
+def test_what_a_killed_save_left_goes_with_the_next(ranks: Any, saved: Path) -> None:
+    shutil.copytree(data_files(saved)[0].parent, saved / "data-00000000")
+    assert cnb.load(saved, gpt()) == {"step": 1}
+    (saved / ".hidden").write_text("")
+    ranks(2).run(save_trained, saved, "pp=2")
+    assert len(list(saved.glob("data-*"))) == 1
+    assert (saved / ".hidden").exists()
+    assert cnb.load(saved, gpt()) == {"step": 1}
+
+
+def paths(where: Path) -> list[str]:
+    """What is said about paths that cannot be, on this rank."""
+    model, rank = setup("dp=2")[0], World.current().rank
+    said = []
+    for path in (where / f"rank{rank}", 7, where / "taken", where / "file"):
+        try:
+            cnb.save(path, model)
+        except ValueError as error:
+            said.append(str(error))
+    try:
+        cnb.load(where / f"rank{rank}", model)
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_paths_that_cannot_be(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    said = ranks(2).run(paths, tmp_path)
+    differ, number, taken, file, load = said[0]
+    assert f"rank 0: {tmp_path}/rank0, rank 1: {tmp_path}/rank1" in differ
+    assert "load takes the same path" in load
+    assert "not a int" in number
+    assert "notes.txt" in taken
+    assert "is a file" in file
+    assert (said[1][0], said[1][1], said[1][4]) == (differ, number, load)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "taken"]
+    assert [each.name for each in (tmp_path / "taken").iterdir()] == ["notes.txt"]
+
+
+def test_paths_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    model = gpt()
+    cnb.save("relative/run", model, a=1)
+    cnb.save(Path("other"), model, a=2)
+    cnb.save("~/run", model, a=3)
+    assert [cnb.load(tmp_path / each, model)["a"] for each in ("relative/run", "other", "home/run")] == [1, 2, 3]
+    assert cnb.load("~/run", model) == {"a": 3}
+
+
+def lonely(path: Path) -> str:
+    model, optimizer = setup("dp=2")
+    with cnb.accumulate(model):
+        try:
+            cnb.save(path, model, optimizer)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_not_inside_accumulate(ranks: Any, tmp_path: Path) -> None:
+    assert "save after it" in ranks(2).run(lonely, tmp_path / "run")[1]
