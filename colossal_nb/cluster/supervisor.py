@@ -164,7 +164,9 @@ class Supervisor:
         self.rendezvous.keep_epoch(self.epoch)
         self._awaited = set(ranks)
         self._regroup_end = time.monotonic() + _REGROUP_LIMIT_S
-        self._each("regroup", ranks, epoch=self.epoch, ranks=ranks, threads=threads_per_engine(self.engines))
+        lives = {rank: self.ranks[rank].life for rank in ranks}
+        self._each("regroup", ranks, epoch=self.epoch, ranks=ranks, lives=lives,
+                   threads=threads_per_engine(self.engines))
         if not ranks:
             self._regrouped([])
 

@@ -95,7 +95,8 @@ class Side(threading.Thread):
             self._regroup = frame
             self._try_regroup()
         elif frame.kind == "look":
-            self._send("stack", {"lines": self._stack()})
+            self._send("stack", {"lines": self._stack(), "cell": self._interrupts.running, "where": self._where(),
+                                 "since": self._interrupts.begun})
         elif frame.kind == "credit":
             self._flow.credit(int(frame.body["heard"]))
 
@@ -122,7 +123,8 @@ class Side(threading.Thread):
             return
         body, self._regroup = self._regroup.body, None
         if body["epoch"] > self.world.epoch:
-            self.world.regroup(body["epoch"], tuple(body["ranks"]))
+            lives = {int(rank): int(life) for rank, life in body.get("lives", {}).items()}
+            self.world.regroup(body["epoch"], tuple(body["ranks"]), lives=lives)
             self._store.renew()
             self._recorder.forget_open()
             self.world.interrupted = False

@@ -51,6 +51,7 @@ class Parallel:
     calls_in_step: int = 0
     step: int = 0
     loss: float = math.nan
+    lives: dict[int, int] = field(default_factory=lambda: dict(World.current().lives))
     _held: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @property
@@ -105,6 +106,7 @@ class Parallel:
             _held={},
         )
         memo[id(self)] = twin
+        World.current().parallels.add(twin)
         twin.pipeline = copy.deepcopy(self.pipeline, memo)
         for name, p in self.parameters.items():
             set_layout(twin.parameters[name], layout_of(p))
@@ -144,6 +146,7 @@ def find(model: Any) -> Parallel | None:
 def attach(parallel: Parallel) -> None:
     """Leave it on the model, for `find`."""
     parallel.model.__dict__[NAME] = parallel
+    World.current().parallels.add(parallel)
 
 
 def require(model: Any) -> Parallel:
@@ -158,9 +161,26 @@ def require(model: Any) -> Parallel:
     return parallel
 
 
+def require_whole(parallel: Parallel) -> None:
+    """Raise ValueError where a rank of the model was replaced: its part is gone, and it would not answer."""
+    lives = World.current().lives
+    lost = [rank for rank in range(parallel.mesh.size) if lives.get(rank, 1) != parallel.lives.get(rank, 1)]
+    if lost:
+        what = f"rank {lost[0]}'s part" if len(lost) == 1 else f"the parts of ranks {', '.join(map(str, lost))}"
+        raise ValueError(f"this model lost {what}: run the cell that makes it again")
+
+
+def require_owner(p: Tensor) -> None:
+    """The same for the model of a parameter."""
+    for parallel in World.current().parallels:
+        if any(p is each for each in parallel.parameters.values()):
+            require_whole(parallel)
+
+
 def require_cell(parallel: Parallel) -> None:
-    """Raise ValueError in a cell that names another strategy than the model's."""
+    """Raise ValueError in a cell that names another strategy than the model's, and for a model that lost a part."""
     world = World.current()
+    require_whole(parallel)
     if parallel.mesh.size > world.world_size:
         raise ValueError(
             f"the model was made parallel as {text(parallel.strategy)} on {parallel.mesh.size} ranks; "

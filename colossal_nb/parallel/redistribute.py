@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from colossal_nb.parallel import events, memory, objects, optimizers
 from colossal_nb.parallel.group import Group
-from colossal_nb.parallel.handle import Parallel, find, holds, tell, text
+from colossal_nb.parallel.handle import Parallel, find, holds, require_whole, tell, text
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.outcome import alike
 from colossal_nb.parallel.parallelize import chosen, distribute, forget_graphs
@@ -69,6 +69,7 @@ def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | s
 def _together(parallel: Parallel, wanted: Strategy) -> Group:
     """The ranks of both meshes. Raises ValueError where they are not all there, or want different things."""
     world = World.current()
+    require_whole(parallel)
     size = max(parallel.mesh.size, wanted.mesh().size)
     if size > world.world_size or (world.subset is not None and not world.subset.issuperset(range(size))):
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel.handle import group_along, holds
+from colossal_nb.parallel.handle import find, group_along, holds, require_owner, require_whole
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, On, Shard
@@ -17,6 +17,11 @@ from colossal_nb.plan import Layout, On, Shard
 
 def full(p: Tensor) -> Tensor:
     """The whole parameter on every rank, detached, in host or device memory of its own. Collective."""
+    require_owner(p)
+    return _full(p)
+
+
+def _full(p: Tensor) -> Tensor:
     layout = layout_of(p)
     return p.detach().clone() if layout is None else gathered(p.detach(), layout)
 
@@ -26,6 +31,7 @@ def full_grad(p: Tensor) -> Tensor | None:
     layout = layout_of(p)
     if layout is None:
         return None if p.grad is None else p.grad.clone()
+    require_owner(p)
     group = group_along(layout.mesh, layout.mesh.axes)
     present = torch.tensor([float(p.grad is not None)])
     group.run("all_reduce", [present], of="gradient")
@@ -93,11 +99,14 @@ def hook_state_dicts(model: nn.Module) -> None:
 
 def _save(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     done: dict[int, Tensor] = {}
+    parallel = find(model)
+    if parallel is not None:
+        require_whole(parallel)
     for name, tensor in _entries(model):
         key = prefix + name
         if key in state and layout_of(tensor) is not None:
             if id(tensor) not in done:
-                done[id(tensor)] = full(tensor)
+                done[id(tensor)] = _full(tensor)
             state[key] = done[id(tensor)]
 
 

@@ -102,7 +102,9 @@ class World:
     Attributes: `rank`, `ranks` (the global ranks that work together), `world_size`, `epoch`, `device`, `recorder`,
     `ledger` (its device's memory, of `capacity_bytes` if given),
     `strategy` (the running cell's default, or None), `notes` (lines to tell the user once), `subset` (the ranks of a
-    cell that runs on some alone, or None), `interrupted` (set before an abort that means KeyboardInterrupt).
+    cell that runs on some alone, or None), `interrupted` (set before an abort that means KeyboardInterrupt), `lives`
+    (rank -> which process with that number it is, where it is not the first), `parallels` (what the parallel models of
+    this process carry).
     """
 
     _current: ClassVar["World | None"] = None
@@ -129,6 +131,8 @@ class World:
         self.notes: list[str] = []
         self.subset: frozenset[int] | None = None
         self.interrupted = False
+        self.lives: dict[int, int] = {}
+        self.parallels: weakref.WeakSet[Any] = weakref.WeakSet()
         self.model: Any = None  # what the parallel model that ran last carries
         self.made_endpoint: Endpoint | None = None
         self._epoch = Epoch(self, epoch, store)
@@ -205,8 +209,16 @@ class World:
         """From any thread: whoever is in a collective is freed within some 10 ms, and later calls raise at once."""
         self._epoch.abort(reason)
 
-    def regroup(self, epoch: int, ranks: "tuple[int, ...] | list[int]", rank: int | None = None) -> None:
+    def regroup(
+        self,
+        epoch: int,
+        ranks: "tuple[int, ...] | list[int]",
+        rank: int | None = None,
+        lives: dict[int, int] | None = None,
+    ) -> None:
         """Begin a new epoch with the given global ranks, all of which call this; groups are made again at use.
+
+        `lives`: as in `World`; None if they are what they were.
 
         Raises ValueError for an epoch that is not newer.
         """
@@ -216,6 +228,7 @@ class World:
         old.abort(f"epoch {epoch} began")
         self.rank = self.rank if rank is None else rank
         self.ranks = tuple(ranks)
+        self.lives = self.lives if lives is None else lives
         if self.rank not in self.ranks:
             raise ValueError(f"rank {self.rank} is not among {list(self.ranks)}")
         self._epoch = Epoch(self, epoch, self.store)
