@@ -1,21 +1,25 @@
 """What the kernel may ask of a rank between cells: names, push, pull, a copy of the globals for a new rank."""
 from __future__ import annotations
 
+import re
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from colossal_nb.cluster import parcel
-from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.engine.guard import GuardedPickler, IsParallel, is_parallel
 
 if TYPE_CHECKING:
     from colossal_nb.engine.cell import Cells
+
+_SHELLS = re.compile(r"_+|_i+|_i?\d+|_exit_code|__\w*__")
+"""Names that IPython and Python keep among the user's."""
 
 
 class Requests:
@@ -26,7 +30,7 @@ class Requests:
         self._cells = cells
         self._verbs: dict[str, Callable[..., dict[str, Any]]] = {
             "hello": dict, "names": self.names, "push": self.push, "pull": self.pull, "copy": self.copy,
-            "paste": self.push}
+            "lacking": self.lacking}
 
     def answer(self, content: dict[str, Any]) -> dict[str, Any]:
         fields = {**content}
@@ -35,21 +39,34 @@ class Requests:
         except Exception as error:
             return {"status": "error", "ename": type(error).__name__, "evalue": str(error)}
 
-    def _own(self) -> dict[str, Any]:
-        """The user's own names."""
+    def _all(self) -> dict[str, Any]:
+        """The user's own names, and those that begin with an underscore."""
         ours = self._cells.defined
         hidden = self._shell.user_ns_hidden
         return {name: value for name, value in self._shell.user_ns.items()
-                if not name.startswith("_") and (name not in hidden or hidden[name] is not value)
+                if not _SHELLS.fullmatch(name) and (name not in hidden or hidden[name] is not value)
                 and not (name in ours and ours[name] is value)}
+
+    def _own(self) -> dict[str, Any]:
+        """The user's own names, as they are shown."""
+        return {name: value for name, value in self._all().items() if not name.startswith("_")}
 
     def names(self) -> dict[str, Any]:
         """name -> what it is, in a few words."""
         return {"names": {name: describe(value) for name, value in self._own().items()}}
 
     def push(self, path: str) -> dict[str, Any]:
-        self._shell.user_ns.update(parcel.read(path))
+        """Bind names: (those to bind, those to bind where there are none of that name)."""
+        names = self._shell.user_ns
+        wanted, helping = parcel.read(path, names)
+        names.update(wanted)
+        for name, value in helping.items():
+            names.setdefault(name, value)
         return {}
+
+    def lacking(self, names: list[str]) -> dict[str, Any]:
+        """Those of these names that this rank does not have."""
+        return {"names": [name for name in names if name not in self._shell.user_ns]}
 
     def pull(self, name: str, path: str, as_numpy: bool) -> dict[str, Any]:
         """The value of a name (or of an expression) into the file `path`."""
@@ -58,44 +75,45 @@ class Requests:
         except NameError:
             raise NameError(f"rank {self._cells.world.rank} has no {name!r}; it has: "
                             f"{', '.join(sorted(self._own())) or 'nothing'}") from None
-        if is_parallel(value) and not isinstance(value, torch.Tensor):
+        value = plain(value) if as_numpy else _detached(value)
+        try:
+            parcel.write(path, value, partial(_pickler, None, False))
+        except IsParallel as error:
+            verb = "is" if is_parallel(value) else "holds"
             raise ValueError(
-                f"{name} is a parallel {type(value).__name__}: it holds this rank's part and works on the ranks alone. "
+                f"{name} {verb} a parallel model or optimizer: that has this rank's part and works on the ranks alone. "
                 f"Take the whole weights in a cell of all ranks, whole = model.state_dict(), then %colossal pull whole"
-            )
-        parcel.write(path, plain(value) if as_numpy else _detached(value))
+            ) from error
         return {"what": describe(value)}
 
     def copy(self, path: str) -> dict[str, Any]:
-        """By-value copies of the picklable globals into `path`; the rest is named with the reason."""
-        values, missing = {}, {}
-        for name, value in self._own().items():
-            if is_parallel(value):
-                missing[name] = "is parallel"
-            else:
-                values[name] = value
+        """By-value copies of the picklable globals into `path`; the rest is named with the reason.
+
+        Functions of cells come without their globals: those of the rank that reads them take their place.
+        """
+        values, missing = self._all(), {}
+        pickler = partial(_pickler, self._shell.user_global_ns, True)
         try:
-            parcel.write(path, values)                 # together: what is shared stays shared
+            parcel.write(path, (values, {}), pickler)  # together: what is shared stays shared
         except Exception:
             for name in list(values):
                 try:
-                    cloudpickle.dumps(values[name])
+                    parcel.needs(values[name], pickler)
                 except Exception as error:
-                    missing[name] = f"cannot be copied ({type(error).__name__})"
+                    missing[name] = _reason(values[name], error)
                     del values[name]
-            parcel.write(path, values)
+            parcel.write(path, (values, {}), pickler)
         return {"names": sorted(values), "missing": missing}
 
 
-def is_parallel(value: Any) -> bool:
-    """Whether this is a distributed parameter, or a model or optimizer that holds one."""
-    if isinstance(value, torch.nn.Module):
-        tensors: list[Any] = list(value.parameters())
-    elif isinstance(value, torch.optim.Optimizer):
-        tensors = [each for group in value.param_groups for each in group["params"]]
-    else:
-        tensors = [value] if isinstance(value, torch.Tensor) else []
-    return any(layout_of(each) is not None for each in tensors)
+def _pickler(namespace: dict[str, Any] | None, tensors: bool, file: Any, take: Any) -> GuardedPickler:
+    return GuardedPickler(file, namespace, take, tensors)
+
+
+def _reason(value: Any, error: Exception) -> str:
+    if isinstance(error, IsParallel):
+        return "is parallel" if is_parallel(value) else "holds something parallel"
+    return f"cannot be copied ({type(error).__name__})"
 
 
 def plain(value: Any) -> Any:

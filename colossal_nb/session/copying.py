@@ -1,41 +1,114 @@
 """A new or replaced rank gets by-value copies of a live rank's globals; what it cannot get is named."""
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from colossal_nb.cluster.client import Client
+from colossal_nb.session.looking import busy, named
+
+_COPY_LIMIT_S = 60.0
+Names = dict[int, dict[str, str]]
+"""rank -> name -> what it is."""
 
 
-def mend(client: Client, path: Path) -> list[str]:
-    """Give every fresh rank the names of a live one; returns sentences for the user."""
+@dataclass(frozen=True)
+class Newcomer:
+    """A rank that began after others. `lacks`: name -> why; `empty`: it got no names at all."""
+
+    rank: int
+    replaced: bool
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    empty: bool = False
+
+    def explain(self, name: str) -> str:
+        """Why this rank does not have a name; "" if that is not known."""
+        if not self.empty and name not in self.lacks:
+            return ""
+        came = "was replaced" if self.replaced else "was started later"
+        why = f" ({name} {self.lacks[name]})" if name in self.lacks else ""
+        return f"{name} is not on rank {self.rank}, which {came}{why}: run the cell that makes {name} again"
+
+
+@dataclass
+class Mended:
+    """`notes`: sentences for the user; `newcomers`: the ranks that began."""
+
+    notes: list[str] = field(default_factory=list)
+    newcomers: dict[int, Newcomer] = field(default_factory=dict)
+
+
+def mend(client: Client, path: Path, before: Mapping[int, Newcomer]) -> Mended:
+    """Give every fresh rank the names of the live one that has most; no rank that is busy is waited for.
+
+    `before`: earlier newcomers; what they never got they cannot give.
+    """
     fresh = [rank for rank, member in sorted(client.members.items()) if member.fresh]
     settled = [rank for rank, member in sorted(client.members.items()) if not member.fresh]
-    notes: list[str] = []
-    if fresh and settled:
-        notes = _copy(client, settled[0], fresh, path)
+    mended = Mended()
+    if not fresh:
+        return mended
+    if settled:
+        lacks, empty, note = _fill(client, fresh, settled, path, before)
+    else:
+        lacks, empty = {}, True
+        note = "all ranks are new and empty: the variables of the old ones are gone, run the cells that make them again"
+    replaced = {rank: client.members[rank].life > 1 for rank in fresh}
+    mended.notes += [note] if settled or any(replaced.values()) else []
     for rank in fresh:
+        mended.newcomers[rank] = Newcomer(rank, replaced[rank], lacks, empty and bool(mended.notes))
         client.members[rank].fresh = False
-    return notes
+    return mended
 
 
-def _copy(client: Client, source: int, fresh: list[int], path: Path) -> list[str]:
+def _fill(client: Client, fresh: list[int], settled: list[int], path: Path,
+          before: Mapping[int, Newcomer]) -> tuple[dict[str, str], bool, str]:
+    """What the fresh ranks lack, whether that is everything, and a sentence."""
+    taken = set(busy(client, settled))
+    free = [rank for rank in settled if rank not in taken and client.members[rank].ready]
+    if not free:
+        return {}, True, f"{_who(client, fresh)} and empty: no other rank is free to copy its names"
+    answers = client.ask(free, "colossal_request", {"verb": "names"}, _COPY_LIMIT_S)
+    found = {rank: answer.get("names", {}) for rank, answer in answers.items()}
+    source = max(free, key=lambda rank: (len(found[rank]), -rank))
+    giver = before.get(source, Newcomer(source, replaced=False))
+    if giver.empty and not found[source]:
+        return {}, True, f"{_who(client, fresh)} and empty: no other rank has names to copy"
+    copied, trouble = _copy(client, source, fresh, path)
+    if trouble:
+        return {}, True, f"{_who(client, fresh)} and empty: {trouble}"
+    lacks = {**{name: why for name, why in giver.lacks.items() if name not in found[source]},
+             **copied["missing"], **_elsewhere(found, source)}
+    said = f"; not there: {', '.join(f'{name} ({why})' for name, why in lacks.items())}" if lacks else ""
+    return lacks, giver.empty, f"{_who(client, fresh)}, with copies of rank {source}'s names{said}"
+
+
+def _elsewhere(found: Names, source: int) -> dict[str, str]:
+    """Names that others have and the source of the copies has not, each with the reason why it is not copied."""
+    lacks: dict[str, str] = {}
+    for name in sorted({name for names in found.values() for name in names} - found[source].keys()):
+        there = [rank for rank, names in found.items() if name in names]
+        parallel = found[there[0]][name].endswith(", parallel")
+        lacks[name] = "is parallel" if parallel else f"is on {named(there)} alone"
+    return lacks
+
+
+def _copy(client: Client, source: int, fresh: list[int], path: Path) -> tuple[dict[str, Any], str]:
+    """The source's answer, and what went wrong in words."""
     try:
-        copied = client.ask([source], "colossal_request", {"verb": "copy", "path": str(path)})[source]
+        copied = client.ask([source], "colossal_request", {"verb": "copy", "path": str(path)}, _COPY_LIMIT_S)[source]
         if copied["status"] == "error":
-            return [f"{_who(client, fresh)} and empty: copying rank {source}'s names failed, "
-                    f"{copied['ename']}: {copied['evalue']}"]
-        answers = client.ask(fresh, "colossal_request", {"verb": "paste", "path": str(path)}) if copied["names"] else {}
+            return copied, f"copying rank {source}'s names failed, {copied['ename']}: {copied['evalue']}"
+        push = {"verb": "push", "path": str(path)}
+        answers = client.ask(fresh, "colossal_request", push, _COPY_LIMIT_S) if copied["names"] else {}
     finally:
         path.unlink(missing_ok=True)
     failed = [answer for answer in answers.values() if answer["status"] == "error"]
-    if failed:
-        return [f"{_who(client, fresh)} and empty: {failed[0]['ename']}: {failed[0]['evalue']}"]
-    missing = [f"{name} ({reason})" for name, reason in copied["missing"].items()]
-    lacks = f"; not there: {', '.join(missing)}" if missing else ""
-    return [f"{_who(client, fresh)}, with copies of rank {source}'s names{lacks}"]
+    return copied, f"{failed[0]['ename']}: {failed[0]['evalue']}" if failed else ""
 
 
 def _who(client: Client, fresh: list[int]) -> str:
-    replaced = [rank for rank in fresh if client.members[rank].life > 1]
-    word = "replaced" if replaced else "new"
-    return f"rank {fresh[0]} is {word}" if len(fresh) == 1 else f"ranks {', '.join(map(str, fresh))} are {word}"
+    word = "replaced" if any(client.members[rank].life > 1 for rank in fresh) else "new"
+    return f"{named(fresh)} {'is' if len(fresh) == 1 else 'are'} {word}"

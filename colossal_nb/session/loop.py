@@ -11,6 +11,7 @@ from colossal_nb.cluster.client import Client, ClusterLost, Death
 from colossal_nb.cluster.door import Reply
 from colossal_nb.cluster.wire import Frame
 from colossal_nb.run import Events, Message, Output, Pause, RankError, RankState, Run
+from colossal_nb.session.looking import listed
 from colossal_nb.session.presses import Presses
 
 RELEASE_AFTER_S = 1.0         # those who wait for a rank that failed
@@ -228,7 +229,8 @@ class CellLoop:
             where = f", {part.state.where}" if part.state is not None and part.state.where else ""
             self.run.errors.setdefault(rank, RankError(
                 rank, "StillRunning", f"rank {rank} is still in the cell{where}: it caught the interrupt, or runs "
-                f"native code that cannot be interrupted; `%colossal restart --rank {rank}` replaces it",
+                f"native code that cannot be interrupted; `%colossal restart --rank {listed(ranks)}` "
+                f"replaces {'it' if len(ranks) == 1 else 'all that are'}",
                 time_s=self.now()))
 
     def still_running(self) -> dict[str, tuple[int, int]]:

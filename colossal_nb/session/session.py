@@ -2,25 +2,30 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from colossal_nb.cluster import parcel
 from colossal_nb.cluster.client import ClusterLost, Death, RankFailed
 from colossal_nb.plan.strategy import Strategy
-from colossal_nb.run import Message, Run
+from colossal_nb.run import Message, RankError, Run
+from colossal_nb.session import pushing
+from colossal_nb.session.looking import LOOK_S, Doing, look
 from colossal_nb.session.loop import CellLoop
 from colossal_nb.session.upkeep import Upkeep
 
 DEFAULT_ENGINES = 4
-_ASIDE_LIMIT_S = 2.0
+_ASIDE_LIMIT_S, _ASIDE_LOOK_S = 2.0, 0.5
+_NO_NAME = re.compile(r"name '(\w+)' is not defined")
 
 
 @dataclass(frozen=True)
 class Status:
-    """What `%colossal status` shows. `members`: (rank, process id, phase); `deaths`: all of this cluster's."""
+    """What `%colossal status` shows. `members`: (rank, process id, phase); `deaths`: all of this cluster's, of which
+    `told` had been seen by the last cell or restart; `doing`: what each rank does, between cells."""
 
     engines: int
     warm: bool
@@ -29,6 +34,8 @@ class Status:
     members: tuple[tuple[int, int, str], ...] = ()
     deaths: tuple[Death, ...] = ()
     running: bool = False
+    told: int = 0
+    doing: Mapping[int, Doing] = field(default_factory=dict)
 
 
 class Session:
@@ -65,13 +72,13 @@ class Session:
         self._loop = self._run = None
         self._upkeep.drop()
 
-    def restart(self, rank: int | None = None) -> list[str]:
-        """Replace one rank's process (its names are copied from a live rank), or all (all names are gone).
+    def restart(self, rank: int | Sequence[int] | None = None) -> list[str]:
+        """Replace processes of ranks (names are copied from a rank that is free), or all (all names are gone).
 
-        Returns sentences for the user: what the new rank has and what it lacks.
+        Returns sentences for the user: what the new ranks have and what they lack, and which ranks are stuck.
         """
         if rank is not None:
-            return self._upkeep.replace(rank)
+            return self._upkeep.replace([rank] if isinstance(rank, int) else list(rank))
         engines = self.engines
         self.stop()
         return self._upkeep.grow(engines or DEFAULT_ENGINES)
@@ -89,7 +96,14 @@ class Session:
                 return Status(0, False, 0, 0, deaths=tuple(client.deaths))
         members = tuple((each.rank, each.pid, each.phase) for _, each in sorted(client.members.items()))
         return Status(len(members), client.warm, client.epoch, client.link.cores // max(1, len(members)) or 1,
-                      members, tuple(client.deaths), self._loop is not None)
+                      members, tuple(client.deaths), self._loop is not None, self._upkeep.told_deaths, self.doing())
+
+    def doing(self, limit_s: float = LOOK_S) -> dict[int, Doing]:
+        """What each rank does between cells; {} while a cell runs or without engines."""
+        client = self._upkeep.present
+        if client is None or self._loop is not None:
+            return {}
+        return look(client, client.members, limit_s)
 
     # cells
     def run(self, source: str, strategy: Strategy | str | None = None, *, ranks: Sequence[int] | None = None,
@@ -140,6 +154,7 @@ class Session:
             own = {"heard": client.door.heard[rank], **({"random": upkeep.states} if differs else {})}
             metadata = {"colossal": {**settings, **own}}
             parents[client.door.send(client.members[rank].engine, "execute_request", content, metadata)] = rank
+        upkeep.told_deaths = len(client.deaths)
         self._loop, self._run = loop, run
         run.attach(self._drive(loop, run), loop.presses.press)
         return run
@@ -166,13 +181,22 @@ class Session:
         self._upkeep.note_end(loop)
         try:
             if self._upkeep.present is not None and loop.unsettled and not self._upkeep.late:
-                run.notes += self._upkeep.grow(self.engines)
-                self._upkeep.regroup()
+                run.notes += self._upkeep.settle()
         except (ClusterLost, RankFailed, TimeoutError) as error:
             run.notes.append(str(error))
+        self._explain(run)
         stopped = any(error.ename in ("KeyboardInterrupt", "StillRunning") for error in run.errors.values())
         run.status = "interrupted" if run.interrupted and stopped else ("error" if run.errors else "ok")
         self._loop = None
+
+    def _explain(self, run: Run) -> None:
+        """Names that only a rank which began later lacks: say what became of them."""
+        for rank, error in run.errors.items():
+            name, newcomer = _NO_NAME.fullmatch(error.evalue), self._upkeep.newcomers.get(rank)
+            everywhere = [each for each in run.errors.values() if each.evalue == error.evalue]
+            said = newcomer.explain(name[1]) if name and newcomer and len(everywhere) < self.engines else ""
+            if said:
+                run.errors[rank] = _saying(error, f"{error.evalue}: {said}")
 
     def _settle(self) -> None:
         """End what an earlier cell has left open. Raises RankFailed while a rank is still in it."""
@@ -196,16 +220,24 @@ class Session:
                 raise RankFailed(f"rank {rank}: {answer['ename']}: {answer['evalue']}")
         return answers
 
-    def push(self, values: Mapping[str, Any]) -> None:
-        """Give every rank these names, by value. Raises what pickling raises."""
+    def push(self, values: Mapping[str, Any]) -> list[str]:
+        """Give every rank these names, by value. Functions of cells find the ranks' names there; what they read and
+        some rank lacks goes along, bound where it lacks. Returns sentences on that. Raises what pickling raises."""
         self._settle()
         self._upkeep.grow(self.engines or DEFAULT_ENGINES)
         path = self._upkeep.path("push")
         try:
-            parcel.write(path, dict(values))
+            push = pushing.gather(values, self._lacking)
+            parcel.write(path, (push.values, push.helping), pushing.pickler)
             self._ask(range(self.engines), "push", path=str(path))
         finally:
             path.unlink(missing_ok=True)
+        return push.notes()
+
+    def _lacking(self, names: list[str]) -> set[str]:
+        """Those of these names that some rank does not have."""
+        answers = self._ask(range(self.engines), "lacking", names=names)
+        return {name for answer in answers.values() for name in answer["names"]}
 
     def pull(self, name: str, rank: int | None = None) -> Any:
         """A rank's value of a name (None: rank 0's). Arrays for tensors unless torch is imported here."""
@@ -221,27 +253,33 @@ class Session:
             path.unlink(missing_ok=True)
 
     def names(self, limit_s: float = 60.0) -> dict[int, dict[str, str]]:
-        """rank -> name -> what it is; {} while a cell runs or without engines. TimeoutError after `limit_s`."""
-        if not self.engines or self._loop is not None:
-            return {}
-        return {rank: answer["names"] for rank, answer in self._ask(range(self.engines), "names", limit_s).items()}
+        """rank -> name -> what it is, of the ranks that are free; {} while a cell runs or without engines.
+
+        TimeoutError after `limit_s`.
+        """
+        free = [rank for rank, doing in self.doing(min(LOOK_S, limit_s)).items() if doing.free]
+        return {rank: answer["names"] for rank, answer in self._ask(free, "names", limit_s).items()} if free else {}
 
     def complete(self, code: str, cursor: int) -> dict[str, Any]:
-        """Completions on rank 0, as a Jupyter complete_reply; {} while a cell runs or without engines."""
+        """Completions on a free rank, as a Jupyter complete_reply; {} while a cell runs or without engines."""
         return self._aside("complete_request", {"code": code, "cursor_pos": cursor})
 
     def inspect(self, code: str, cursor: int, detail: int = 0) -> dict[str, Any]:
-        """Help on the name at the cursor on rank 0, as a Jupyter inspect_reply; {} as for `complete`."""
+        """Help on the name at the cursor on a free rank, as a Jupyter inspect_reply; {} as for `complete`."""
         return self._aside("inspect_request", {"code": code, "cursor_pos": cursor, "detail_level": detail})
 
     def _aside(self, kind: str, content: dict[str, Any]) -> dict[str, Any]:
-        client = self._upkeep.present
-        if client is None or self._loop is not None or 0 not in client.members or not client.members[0].ready:
-            return {}
         try:
-            return client.ask([0], kind, content, limit_s=_ASIDE_LIMIT_S)[0]
+            free = [rank for rank, doing in self.doing(_ASIDE_LOOK_S).items() if doing.free][:1]
+            return self._upkeep.client().ask(free, kind, content, _ASIDE_LIMIT_S)[free[0]] if free else {}
         except (TimeoutError, RankFailed, ClusterLost):
             return {}
+
+
+def _saying(error: RankError, text: str) -> RankError:
+    """The error with another text, in its traceback too."""
+    traceback = [each.replace(error.evalue, text) for each in error.traceback[-1:]]
+    return replace(error, evalue=text, traceback=[*error.traceback[:-1], *traceback])
 
 
 _current: Session | None = None

@@ -4,12 +4,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from colossal_nb.cluster.client import Client, ClusterLost, RankFailed
 from colossal_nb.cluster.door import Reply
-from colossal_nb.session.copying import mend
+from colossal_nb.session.copying import Newcomer, mend
+from colossal_nb.session.looking import busy, listed, named, stuck_text
 from colossal_nb.session.loop import CellLoop, Counts
 
 _GRACE_S = 1.0
@@ -31,7 +33,10 @@ class Upkeep:
         self.digests: dict[int, str] = {}              # of each rank's random states at the end of its last cell
         self.states = ""                               # rank 0's
         self.late: dict[str, tuple[int, int]] = {}     # requests whose prompt came back without them: (rank, life)
+        self.newcomers: dict[int, Newcomer] = {}
+        self.told_deaths = 0                           # how many deaths the last cell or restart has told of
         self._grouped: tuple[int, ...] = ()
+        self._unsettled = False                        # whether the groups must be rebuilt before the next cell
 
     def warm(self) -> None:
         """Start the supervisor, the controller and the fork server in the background; returns at once."""
@@ -75,40 +80,67 @@ class Upkeep:
 
     def grow(self, engines: int) -> list[str]:
         """Have the ranks, all alive, all with the same names, all in one world; returns what the user should know."""
+        notes = self._fill(engines)
+        if self._unsettled:
+            self.regroup()
+        return notes
+
+    def settle(self) -> list[str]:
+        """After what tore the groups: all ranks alive, in new groups."""
+        self._unsettled = True
+        return self.grow(self.engines)
+
+    def _fill(self, engines: int) -> list[str]:
+        """Have the ranks, all with the same names."""
         client = self.client()
         try:
             client.backlog += client.pump(0)
             wanted = max(engines, len(client.members))
             if len(client.members) < wanted or not all(member.ready for member in client.members.values()):
                 client.start(wanted)
-            notes = mend(client, self.path("copy"))
-            everyone = tuple(sorted(client.members))
-            if self._grouped and (everyone != self._grouped or notes):
-                self.regroup()
-            self._grouped = everyone
+            mended = mend(client, self.path("copy"), self.newcomers)
         except ClusterLost:
             self.drop()
             raise
-        return notes
+        self.newcomers.update(mended.newcomers)
+        everyone = tuple(sorted(client.members))
+        self._unsettled |= bool(self._grouped) and (everyone != self._grouped or bool(mended.newcomers))
+        self._grouped = everyone
+        return mended.notes
 
     def regroup(self) -> None:
         """Rebuild the groups of all ranks. Raises RankFailed naming those that did not."""
         client = self.client()
         missing = client.regroup(sorted(client.members))
         if missing:
-            raise RankFailed(f"ranks {', '.join(map(str, missing))} did not rebuild their groups; "
-                             f"`%colossal restart --rank {missing[0]}` replaces a rank")
+            raise RankFailed(f"{named(missing)} did not rebuild the groups; "
+                             f"`%colossal restart --rank {listed(missing)}` replaces {'them' if missing[1:] else 'it'}")
+        self._unsettled = False
 
-    def replace(self, rank: int) -> list[str]:
-        """End one rank's process and wait for the next with its number."""
+    def replace(self, ranks: Sequence[int]) -> list[str]:
+        """End these ranks' processes and wait for the next with their numbers; waits for no other rank."""
         client = self.client()
-        if rank not in client.members:
-            raise ValueError(f"there is no rank {rank}; there are {self.engines} engines, 0 to {self.engines - 1}")
-        life = client.members[rank].life
-        client.link.send("restart", ranks=[rank])
-        client.until(lambda: client.members[rank].life != life or client.members[rank].phase == "dead", _END_LIMIT_S,
-                     lambda: f"rank {rank} does not end")
-        return self.grow(self.engines)
+        unknown = [rank for rank in ranks if rank not in client.members]
+        if unknown:
+            raise ValueError(f"there is no {named(unknown)}; there are {self.engines} engines, "
+                             f"0 to {self.engines - 1}")
+        lives = {rank: client.members[rank].life for rank in ranks}
+        client.link.send("restart", ranks=list(ranks))
+        client.until(lambda: not self._ending(lives), _END_LIMIT_S, lambda: f"{named(self._ending(lives))} not ended")
+        notes = self._fill(self.engines)
+        self.told_deaths = len(client.deaths)
+        self._still_late(client)
+        taken = busy(client, client.members)
+        if taken:
+            notes.append(stuck_text(taken))
+        elif self._unsettled:
+            self.regroup()
+        return notes
+
+    def _ending(self, lives: dict[int, int]) -> list[int]:
+        """Those of these processes that still have their numbers."""
+        members = self.client().members
+        return [rank for rank, life in lives.items() if members[rank].life == life and members[rank].phase != "dead"]
 
     def note_end(self, loop: CellLoop) -> None:
         """Keep what the end of a cell says for the next."""
@@ -124,12 +156,12 @@ class Upkeep:
         client = self.client()
         with suppress(TimeoutError):
             client.until(lambda: not self._still_late(client), _GRACE_S, lambda: "")
-        late = self._still_late(client)
+        late = sorted(set(self._still_late(client)))
         if late:
-            raise RankFailed(f"rank {late[0]} is still in an earlier cell: wait for it, or replace it with "
-                             f"`%colossal restart --rank {late[0]}`")
-        self.grow(self.engines)
-        self.regroup()
+            them, are = ("them", "are") if late[1:] else ("it", "is")
+            raise RankFailed(f"{named(late)} {are} still in an earlier cell: wait for {them}, or replace {them} with "
+                             f"`%colossal restart --rank {listed(late)}`")
+        self.settle()
 
     def _still_late(self, client: Client) -> list[int]:
         ended = {event.parent for event in client.backlog if isinstance(event, Reply) and event.kind == "execute_reply"}
