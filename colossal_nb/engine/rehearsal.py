@@ -5,13 +5,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import jedi  # type: ignore[import-untyped]
 import torch
 from IPython.core.ultratb import AutoFormattedTB
 
 
 def rehearse() -> None:
-    """Format tracebacks through torch's sources, complete a name. Computes nothing: that would start threads."""
+    """Format tracebacks through torch's sources. Computes nothing: that would start threads."""
     make: Any = AutoFormattedTB
     formatter = make(mode="Context", theme_name="linux", tb_offset=0)
     model: Any = torch.nn.Sequential(torch.nn.ReLU())
@@ -21,5 +20,3 @@ def rehearse() -> None:
             fail()
         except Exception as error:
             formatter.structured_traceback(type(error), error, error.__traceback__)
-    interpreter: Any = jedi.Interpreter
-    interpreter("value.", [{"value": 1}]).complete(1, 6)

@@ -11,10 +11,12 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, context_
 from colossal_nb.cluster.client import ClusterLost, RankFailed
 from colossal_nb.notebook import help as helps
 from colossal_nb.notebook.magics import Notebook
+from colossal_nb.notebook.names import binds
 from colossal_nb.notebook.options import CELL, VERBS
 from colossal_nb.plan.strategy import FIELDS
 
 CELL_MAGIC, LINE_MAGIC = "%%colossal", "%colossal"
+_WORD = re.compile(r"\w+$")
 _CELL = re.compile(rf"{CELL_MAGIC}(?!\w)")
 _LINE = re.compile(rf"\s*{LINE_MAGIC}(?!\w)")
 LIMIT_S = 2.0
@@ -58,6 +60,18 @@ def split_cell(text: str) -> tuple[str, str] | None:
     return (first, body) if _CELL.match(first) else None
 
 
+def names_above(lines: list[str], cursor: int) -> list[str]:
+    """Names that the cell binds above the last of these lines, unless what stands there cannot be a name alone.
+
+    The ranks do not have them before the cell has run.
+    """
+    last = lines[-1]
+    if re.search(r"\.\s*\w*$", last[:cursor]):
+        return []
+    indent = last[: len(last) - len(last.lstrip())]
+    return binds("\n".join([*lines[:-1], f"{indent}pass"]))
+
+
 class Completion:
     """Joins IPython's completer and the kernel's inspection."""
 
@@ -95,11 +109,14 @@ class Completion:
     def _on_ranks(self, context: CompletionContext, body: str) -> dict[str, Any]:
         lines = body.split("\n")
         cursor = sum(len(line) + 1 for line in lines[: context.cursor_line - 1]) + context.cursor_position
+        own = names_above(lines[: context.cursor_line], context.cursor_position)
         reply = self._notebook.session.complete(body, cursor)
-        if not reply.get("matches"):
-            return {"completions": [], "suppress": False}
-        typed = body[reply["cursor_start"]: cursor]
-        return _found(reply["matches"], typed, "rank 0")
+        matches = reply.get("matches", [])
+        word = _WORD.search(body, 0, cursor)
+        start = reply["cursor_start"] if matches else word.start() if word else cursor
+        typed = body[start: cursor]
+        found = list(dict.fromkeys([*(name for name in own if typed and name.startswith(typed)), *matches]))
+        return _found(found, typed, "rank 0") if found else {"completions": [], "suppress": False}
 
     def inspect(self, code: str, cursor: int, detail: int) -> dict[str, Any] | None:
         """An inspect_reply's content for a cursor in our cells and lines; None where the kernel knows better."""

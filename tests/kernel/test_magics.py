@@ -107,8 +107,10 @@ def test_fields_values_options_and_verbs_are_completed(notebook: Notebook) -> No
 
 def test_the_ranks_variables_are_completed_and_explained_below_the_line(notebook: Notebook) -> None:
     notebook.ok('%%colossal\ndef only_on_ranks(x):\n    """Doubles."""\nclass Thing:\n    some_field = 1')
-    # The first completion imports what completes.
-    assert eventually(lambda: notebook.matches("%%colossal\nonly_on_r") == ["only_on_ranks"], 60)
+    assert notebook.matches("%%colossal\nonly_on_r") == ["only_on_ranks"]
+    assert notebook.matches("%%colossal\nunrun_one = 1\nfor unrun_two in []:\n    unrun_") == [
+        "unrun_one", "unrun_two"]
+    assert notebook.matches("%%colossal\nsome_f = 1\nThing.some_f")[0].endswith("some_field")
     assert "some_field" in [match.split(".")[-1] for match in notebook.matches("%%colossal\nx = 1\nThing.some_f")]
     code = "%%colossal tp=2\nonly_on_ranks"
     reply = notebook.inspect(code, len(code) - 3)
@@ -119,6 +121,17 @@ def test_the_ranks_variables_are_completed_and_explained_below_the_line(notebook
     assert notebook.matches("plain_h") == ["plain_here"]
     assert notebook.matches("%colossal push plain_h") == ["plain_here"]
     assert notebook.matches("%colossal pull only_on_r") == ["only_on_ranks"]
+
+
+def test_the_first_completion_after_training_is_there(notebook: Notebook) -> None:
+    notebook.ok("%%colossal dp=4\nimport torch, torch.nn as nn\nimport colossal_nb as cnb\n"
+                "model, loss_fn = nn.Linear(4, 2), nn.CrossEntropyLoss()\n"
+                "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+                "model, optimizer = cnb.parallelize(model, optimizer)\n"
+                "cnb.forward_backward(model, loss_fn, torch.randn(8, 4), torch.randint(2, (8,)))")
+    for code, name in (("optimizer.zero_", "zero_grad"), ("torch.nn.functional.cross_entr", "cross_entropy"),
+                       ("from torch.nn import CrossE", "CrossEntropyLoss"), ("loss_fn.label_s", "label_smoothing")):
+        assert [match.rpartition(".")[2] for match in notebook.matches(f"%%colossal\n{code}")] == [name]
 
 
 def test_help_on_what_the_line_itself_says(notebook: Notebook) -> None:
