@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import INPUTS, TARGETS, loss_fn
+from small_gpt import INPUTS, TARGETS, loss_fn, train
 from torch import Tensor, nn
 
 import colossal_nb as cnb
-from colossal_nb.models import GPT
+from colossal_nb.models import GPT, Llama
 
 pytestmark = pytest.mark.ranks
 COUNT = {"dp=1": 1, "dp=2": 2, "tp=2": 2, "pp=2": 2, "dp=2 tp=2": 4, "tp=2 pp=2": 4}
@@ -89,3 +89,30 @@ def test_goes_on_under_any_strategy(ranks: Any, tmp_path: Path, saved: str, tied
             assert list(found) == list(weights)
             for name, value in weights.items():
                 _equal(found[name], value)
+
+
+def shared_heads(path: Path, strategy: str, load: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Two key/value heads on four ranks: each lies on two of them."""
+    torch.manual_seed(3 if load else 0)
+    model: nn.Module = Llama(vocab_size=29, layers=2, hidden=16, heads=4, kv_heads=2).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    model, optimizer = cnb.parallelize(model, optimizer, strategy)
+    if load:
+        assert cnb.load(path, model, optimizer) == {}
+    else:
+        train(model, optimizer, BEFORE)
+        cnb.save(path, model, optimizer)
+        if strategy != "dp=4":
+            for other in ("dp=4", strategy):
+                cnb.redistribute(model, optimizer, other)
+    losses = train(model, optimizer, AFTER)
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("tp=4", "dp=4"), ("dp=4", "tp=4"), ("tp=4", "tp=2 pp=2")])
+def test_heads_that_several_ranks_hold(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
+    losses, weights = ranks(4).run(shared_heads, tmp_path / "run", saved, False)[0]
+    for found, values in ranks(4).run(shared_heads, tmp_path / "run", loaded, True):
+        _equal(torch.tensor(found).double(), torch.tensor(losses).double())
+        for name, value in weights.items():
+            _equal(values[name], value)
