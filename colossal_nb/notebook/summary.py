@@ -85,6 +85,9 @@ def _more_microbatches(run: Run) -> str:
     if strategy is None or strategy.pp < 2:
         return ""
     stages, count = strategy.pp, strategy.microbatches or strategy.pp
+    cut = {int(number) for number in run.record.slices["microbatch"][run.record.slices["kind"] == "F"]}
+    if cut and len(cut) < count:  # the batch had no more samples
+        return ""
     more = count
     while (stages - 1) / (more + stages - 1) > WELL:
         more *= 2

@@ -28,10 +28,12 @@ def steps(*others: Slice, t1: float = 10.0) -> Record:
     return Record.of(slices=list(others), marks=marks)
 
 
-def pipeline() -> Record:
+def pipeline(microbatches: int = 4) -> Record:
     """Two stages, busy 4 of 5 seconds each: bubble 20%. The last action ends the step."""
-    stages = [Slice(stage, "compute", kind, stage=stage, microbatch=0, t0=t0 + stage, t1=t0 + stage + 2.0)
-              for stage in (0, 1) for kind, t0 in (("F", 0.0), ("B", 2.0))]
+    each_s = 2.0 / microbatches
+    stages = [Slice(stage, "compute", kind, stage=stage, microbatch=i, t0=t0 + stage + i * each_s,
+                    t1=t0 + stage + (i + 1) * each_s)
+              for stage in (0, 1) for kind, t0 in (("F", 0.0), ("B", 2.0)) for i in range(microbatches)]
     sends = [Slice(0, "comm", "send", t0=2.0, t1=2.1, payload_bytes=3 << 20, group=link_name("pp", 0, 1), seq=0)]
     return steps(*stages, *sends, t1=5.0)
 
@@ -40,6 +42,11 @@ def test_a_pipeline_cell() -> None:
     line = summary.line(run_of(pipeline(), Strategy(pp=2, microbatches=4)))
     assert line == ("2 engines, pp=2 microbatches=4 | 3.2 s | bubble 20% | sent 3.0 MiB | "
                     "limited by: pipeline bubble (microbatches=16 would give 6%)")
+
+
+def test_no_more_microbatches_are_proposed_than_the_batch_has_samples() -> None:
+    run = run_of(pipeline(3), Strategy(pp=2, microbatches=4))
+    assert summary.line(run).endswith("limited by: pipeline bubble")
 
 
 def test_communication_limits_where_it_takes_more() -> None:
