@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ class RankKernel(IPythonParallelKernel):                               # type: i
         progress.install()
         prompts.install(self.shell)
         tracebacks.install(self.shell)
+        self._builtins = dict(vars(builtins))
         self._requests = Requests(self.shell, self.cells)
         self.shell_handlers["colossal_request"] = self.colossal_request
 
@@ -53,6 +55,20 @@ class RankKernel(IPythonParallelKernel):                               # type: i
         if SETTINGS not in parent["metadata"]:
             super()._publish_execute_input(code, parent, execution_count)
 
+    async def execute_request(self, stream: Any, ident: Any, parent: dict[str, Any]) -> None:
+        """As the base does, and a reply in any case: without one the cell would have no end."""
+        try:
+            await super().execute_request(stream, ident, parent)
+        except Exception as error:                     # none of the cell's own errors, but it may be the cell's doing
+            trace = traceback.format_exception(error)
+            vars(builtins).update(self._builtins)
+            if self._streams is not None:
+                self._streams.put_back()
+            self.session.send(stream, "execute_reply", {
+                "status": "error", "ename": type(error).__name__, "traceback": trace, "line": None,
+                "evalue": f"the cell has broken what its rank needs to answer ({error}); builtins and streams are put "
+                          f"back"}, parent, ident=ident)
+
     async def do_execute(self, code: str, silent: bool, store_history: bool = True,
                          user_expressions: dict[str, str] | None = None, allow_stdin: bool = False, *,
                          cell_meta: dict[str, Any] | None = None, cell_id: str | None = None) -> dict[str, Any]:
@@ -60,12 +76,8 @@ class RankKernel(IPythonParallelKernel):                               # type: i
             "cell": self.shell.execution_count, "ranks": self.cells.world.ranks}
         self._streams = self._streams or Streams()
         self._streams.begin_cell()
-        try:
-            reply: dict[str, Any] = await _outside_tasks(lambda: self.cells.run(
-                self.shell, code, settings, silent=silent, store_history=store_history))
-        except Exception as error:                     # none of the user's: whoever asked must hear of it all the same
-            reply = {"status": "error", "ename": type(error).__name__, "evalue": f"the engine failed: {error}",
-                     "traceback": traceback.format_exception(error), "line": None}
+        reply: dict[str, Any] = await _outside_tasks(lambda: self.cells.run(
+            self.shell, code, settings, silent=silent, store_history=store_history))
         reply["notes"] = [*reply.get("notes", []), *self._streams.end_cell(self.cells.interrupted)]
         if reply["status"] == "error":
             reply["engine_info"] = self.get_engine_info(method="execute")

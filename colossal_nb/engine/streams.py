@@ -131,6 +131,11 @@ class Streams:
         self._own = {name: getattr(sys, name) for name in ("stdout", "stderr")}
         self._before = dict(self._own)
 
+    def put_back(self) -> None:
+        """Ours again, whatever stands there."""
+        for name, own in self._own.items():
+            setattr(sys, name, own)
+
     def begin_cell(self) -> None:
         self._before = {name: getattr(sys, name) for name in self._own}
 
@@ -150,13 +155,15 @@ class Streams:
                              f"ended; it is the notebook's again")
             if isinstance(own, Stream):
                 own.drain()
+                if now is not own:                     # what the user's own stream passes on belongs to this cell
+                    own.flush()
         return notes
 
 
 def _usable(file: Any) -> bool:
     """Whether this can stand for a stream: it takes text and can be flushed."""
-    return all(callable(getattr(file, name, None)) for name in ("write", "flush")) and not _closed(file)
-
-
-def _closed(file: Any) -> bool:
-    return bool(getattr(file, "closed", False))
+    try:
+        file.flush()
+    except Exception:
+        return False
+    return callable(getattr(file, "write", None)) and not getattr(file, "closed", False)
