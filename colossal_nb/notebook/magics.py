@@ -164,6 +164,8 @@ class Notebook:
         if set(wanted) <= self.known:
             return
         having = [set(found) for found in self.ranks_names().values()]
+        if self.session.engines and not having:  # no rank is free to say what it has
+            return
         self.known = set.intersection(*having) if having else set()
         lacking = [name for name in wanted if name not in self.known]
         if lacking:

@@ -133,6 +133,7 @@ class Verb:
 
 
 _RANK = Option("--rank", "R", "this rank only", rank)
+_RANKS = Option("--rank", "0,2", "these ranks only: new processes, with copies of a free rank's variables", ranks)
 _CELLS = Option("--cells", "3-7", "cells by their numbers (default: the last strategy cell that succeeded)", cells)
 
 VERBS = {
@@ -143,8 +144,8 @@ VERBS = {
                    "%colossal status"),
     "stop": Verb("stop", "Stop all engines; their variables are gone. The next %%colossal cell starts new ones.",
                  "%colossal stop"),
-    "restart": Verb("restart [--rank R]", "Replace one rank, or all of them, by new processes.",
-                    "%colossal restart --rank 2", (_RANK,)),
+    "restart": Verb("restart [--rank 0,2]", "Replace some ranks, or all of them, by new processes.",
+                    "%colossal restart --rank 2", (_RANKS,)),
     "push": Verb("push NAME ...", "Copy values, functions, classes or modules from here to all ranks.",
                  "%colossal push batch make_model np"),
     "pull": Verb("pull NAME [--rank R]", "Bring a rank's variable here (numpy unless torch is imported here).",

@@ -7,14 +7,13 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 import colossal_nb
+from colossal_nb.cluster import parcel
 from colossal_nb.notebook import help as helps
 from colossal_nb.notebook import summary
 from colossal_nb.notebook.arguments import VerbArguments, plain
 from colossal_nb.notebook.export import ExportCell, lacks, script
-from colossal_nb.notebook.fold import rank_list
+from colossal_nb.notebook.fold import named, rank_list
 from colossal_nb.notebook.magics import Notebook, Verb, describe_ranks
 from colossal_nb.notebook.options import VERBS
 from colossal_nb.notebook.page import say
@@ -22,6 +21,8 @@ from colossal_nb.notebook.report import report_on
 from colossal_nb.notebook.typed import forgive
 from colossal_nb.plan.strategy import Strategy
 from colossal_nb.run import Run
+from colossal_nb.session import Status
+from colossal_nb.session.pushing import pickler
 
 
 def start(notebook: Notebook, arguments: VerbArguments) -> None:
@@ -38,13 +39,29 @@ def status(notebook: Notebook, arguments: VerbArguments) -> None:
     state = notebook.session.status()
     say(notebook.page, _engines(state))
     if state.members:
-        rows = [(str(rank), str(pid), phase) for rank, pid, phase in state.members]
+        rows = [(str(rank), str(pid), _does(notebook, state, rank)) for rank, pid, _phase in state.members]
         notebook.page.display(summary.table(("rank", "process", "state"), rows))
-    for death in state.deaths:
-        say(notebook.page, f"rank {death.rank} was lost: {death.how}")
+    lost: dict[str, list[int]] = defaultdict(list)
+    for death in state.deaths[state.told:]:
+        lost[death.how].append(death.rank)
+    for how, ranks in lost.items():
+        say(notebook.page, f"{named(sorted(set(ranks)))} {'was' if len(ranks) == 1 else 'were'} lost: {how}")
+    if state.told:
+        say(notebook.page, f"{state.told} process{'es' * (state.told > 1)} ended before the last cell or restart")
 
 
-def _engines(state: Any) -> str:
+def _does(notebook: Notebook, state: Status, rank: int) -> str:
+    """What a rank does, for people."""
+    phase, doing = {each[0]: each[2] for each in state.members}[rank], state.doing.get(rank)
+    if phase != "ready" or doing is None or doing.free:
+        return phase
+    if not doing.answers:
+        return "does not answer"
+    where = f", {doing.where}" if doing.where else ""
+    return f"still in cell {notebook.numbers.get(doing.cell, doing.cell)}{where} (since {doing.since_s:.0f} s)"
+
+
+def _engines(state: Status) -> str:
     if not state.engines:
         return "no engines run; the first %%colossal cell starts them" + (" (warmed up)" if state.warm else "")
     threads = f"{state.threads} thread{'s' * (state.threads != 1)} each"
@@ -61,10 +78,9 @@ def stop(notebook: Notebook, arguments: VerbArguments) -> None:
 
 def restart(notebook: Notebook, arguments: VerbArguments) -> None:
     _no_words(arguments)
-    rank = arguments.options.get("--rank")
     if not notebook.session.engines:
         raise ValueError("no engines run; %colossal start starts them")
-    notes = notebook.session.restart(rank)
+    notes = notebook.session.restart(arguments.options.get("--rank"))
     notebook.forget()
     for note in notes or [f"{notebook.session.engines} new engines; the variables of the old ones are gone"]:
         say(notebook.page, note)
@@ -77,18 +93,20 @@ def push(notebook: Notebook, arguments: VerbArguments) -> None:
     if lacking:
         raise NameError(f"there is no {', '.join(lacking)} here to push")
     try:
-        notebook.session.push({name: here[name] for name in wanted})
+        notes = notebook.session.push({name: here[name] for name in wanted})
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise ValueError(_not_pushed({name: here[name] for name in wanted}, error)) from error
     notebook.known.update(wanted)
     say(notebook.page, f"pushed {', '.join(wanted)} to {notebook.session.engines} ranks")
+    for note in notes:
+        say(notebook.page, note)
 
 
 def _not_pushed(values: dict[str, Any], error: Exception) -> str:
     """Which of the values cannot travel, and why."""
     for name, value in values.items():
         try:
-            cloudpickle.dumps(value)
+            parcel.needs(value, pickler)
         except Exception as reason:
             return f"{name} cannot be copied to the ranks: {reason}; push what it is made from, or make it in a cell"
     return f"{', '.join(values)} could not be copied to the ranks: {error}"
@@ -106,10 +124,14 @@ def report(notebook: Notebook, arguments: VerbArguments) -> None:
 
 def who(notebook: Notebook, arguments: VerbArguments) -> None:
     _no_words(arguments)
-    found = notebook.ranks_names()
-    if not found:
+    state = notebook.session.status()
+    if not state.engines:
         say(notebook.page, "no engines run, so there are no variables")
         return
+    for rank, doing in state.doing.items():
+        if not doing.free:
+            say(notebook.page, f"rank {rank}: {_does(notebook, state, rank)}; its variables cannot be seen")
+    found = notebook.ranks_names()
     alike: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, variables in sorted(found.items()):
         for name, what in variables.items():
