@@ -53,6 +53,7 @@ def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | s
         optimizers.check(each, model, cut=wanted.mesh().size > 1)
     if parallel.accumulating:
         raise ValueError("redistribute inside accumulate(model): the calls so far belong to one reduction; do it after")
+    require_whole(parallel)
     group = _together(parallel, wanted)
     if wanted == parallel.strategy:
         tell(f"this model is parallel already as {text(wanted) or 'one rank'}: redistribute changed nothing")
@@ -62,6 +63,7 @@ def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | s
             parallel.optimizers.append(each)
             events.watch(parallel, each)
         _move(parallel, wanted, group)
+        parallel.lives = dict(World.current().lives)
         rng.restore(random)
     return model if optimizer is None else (model, optimizer)
 

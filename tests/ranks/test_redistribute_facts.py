@@ -166,6 +166,10 @@ def misused() -> list[str]:
     told(cnb.redistribute, model, optimizer, "dp=2" if world.rank else "pp=2")
     with cnb.accumulate(model):
         told(cnb.redistribute, model, optimizer, "dp=2")
+    world.lives = {1: 2}
+    told(cnb.redistribute, model, optimizer, "dp=2")
+    told(cnb.save, Path("nowhere"), model)
+    world.lives = {}
     world.strategy = Strategy.parse("dp=2")
     told(train, model, optimizer, 1)
     told(cnb.parallelize, model, optimizer)
@@ -183,16 +187,18 @@ def misused() -> list[str]:
 
 def test_misuse_is_told(ranks: Any) -> None:
     zero, one = ranks(2).run(misused)
-    assert zero == one[:7]
-    first, foreign, differ, inside, cell, again, subset = zero
+    assert zero == one[:9]
+    first, foreign, differ, inside, lost, unsaved, cell, again, subset = zero
     assert "is not parallel yet" in first
     assert "holds none of the model's parameters" in foreign
     assert "want different strategies" in differ
     assert "do it after" in inside
+    assert "this model lost rank 1's part" in lost
+    assert "this model lost rank 1's part" in unsaved
     assert 'cnb.redistribute(model, optimizer, "dp=2")' in cell
     assert 'cnb.redistribute(model, optimizer, "dp=2")' in again
     assert "begin it with %%colossal alone" in subset
-    assert ["rank 1 holds nothing of this model" in text for text in one[7:]] == [True, True]
+    assert ["rank 1 holds nothing of this model" in text for text in one[9:]] == [True, True]
 
 
 def normed(strategies: list[str]) -> tuple[dict[str, Tensor], list[float]]:
