@@ -114,7 +114,8 @@ def test_verbs() -> None:
     ("start -n many", "'many' is no number of engines"),
     ("start -n 0", "'0' is no number of engines"),
     ("start -m 4", "did you mean -n 4?"),
-    ("restart --rank x", "'x' is no rank"),
+    ("restart --rank x", "'x' names no ranks"),
+    ("pull a --rank x", "'x' is no rank"),
     ("stop --rank 1", "%colossal restart --rank R replaces it"),
 ])  # fmt: skip
 def test_wrong_verbs(line: str, said: str) -> None:
