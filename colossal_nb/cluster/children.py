@@ -47,7 +47,8 @@ class ForkServer(Child):
     """The warm process that forks ranks: JSON lines down its stdin, JSON lines up its stdout."""
 
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
-        super().__init__("fork server", [sys.executable, "-m", "colossal_nb.engine.fork_server", str(directory)],
+        super().__init__("fork server", [sys.executable, "-m", "colossal_nb.engine.fork_server", str(directory),
+                                         str(os.getpid())],
                          directory / "fork_server.log", environment, subprocess.PIPE, subprocess.PIPE)
         assert self.process.stdout is not None
         self.output = self.process.stdout.fileno()

@@ -4,6 +4,8 @@ Everything arrives through `pump`, in the thread that asks; nothing happens behi
 """
 from __future__ import annotations
 
+import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,7 +15,7 @@ from typing import Any
 import zmq
 
 from colossal_nb.cluster.door import Door, Reply
-from colossal_nb.cluster.link import Link
+from colossal_nb.cluster.link import Link, here
 from colossal_nb.cluster.wire import Frame
 
 _WARM_LIMIT_S, _START_LIMIT_S, _REQUEST_LIMIT_S = 180.0, 60.0, 60.0
@@ -28,6 +30,20 @@ class ClusterLost(RuntimeError):
 
 class RankFailed(RuntimeError):
     """A rank could not do what was asked of it between cells, or did not start."""
+
+
+_CHATTER = re.compile(r"\b(INFO|DEBUG|WARNING)\b")
+_MOST_LOG = 3
+
+
+def _fault(process: str, code: int, log: str) -> str:
+    """How a process ended, with the errors at the end of its log."""
+    try:
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    except ValueError:
+        how = f"killed by signal {-code}"
+    errors = [line for line in log.splitlines() if line.strip() and not _CHATTER.search(line)][-_MOST_LOG:]
+    return "\n".join([f"the {process} ended ({how})", *errors])
 
 
 @dataclass
@@ -128,7 +144,7 @@ class Client:
         elif frame.kind == "regrouped":
             self.epoch, self.regrouping, self.unresponsive = body["epoch"], False, body["missing"]
         elif frame.kind == "fault":
-            self.lost = f"the {body['process']} ended (exit code {body['code']}) {body['log'][-500:]}".strip()
+            self.lost = _fault(**body)
         else:
             return [frame]
         return []
@@ -154,7 +170,7 @@ class Client:
         for rank in range(engines):
             if rank not in self.members or self.members[rank].phase == "failed":
                 self.members[rank] = Member(rank)
-        self.link.send("start", engines=engines)
+        self.link.send("start", engines=engines, folder=here())
         self.until(lambda: self.warm, _WARM_LIMIT_S, lambda: "the fork server still imports torch")
         self.settle(range(engines))
 

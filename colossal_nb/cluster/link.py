@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,23 @@ from colossal_nb.cluster.wire import Address, Frame, arrived, connect, pack, unp
 _STOP_LIMIT_S = 5.0
 
 
+def here() -> str:
+    """This process's folder. Raises FileNotFoundError, with what to do, if it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        try:
+            name = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+        except OSError:
+            name = "in which this notebook works"
+        raise FileNotFoundError(f"the folder {name} no longer exists: %cd somewhere first") from None
+
+
 class Link:
     """One supervisor process and the socket to it. Made in any thread; used by one thread at a time."""
 
     def __init__(self) -> None:
+        here()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "colossal_nb.cluster.supervisor"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, start_new_session=True)
@@ -69,5 +83,5 @@ class Link:
         except subprocess.TimeoutExpired:
             self._process.kill()                       # its children watch it and end too
             self._process.wait()
-            shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)      # of one that did not end by itself
         self._context.destroy(0)

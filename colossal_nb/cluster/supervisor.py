@@ -54,6 +54,7 @@ class Supervisor:
         self.rendezvous = Rendezvous(lambda identity, body, blobs: self.listener.send(identity, "store", body, blobs))
         self.ranks: dict[int, Rank] = {}
         self.engines = 0
+        self.folder = ""                               # the kernel's, in which the ranks begin
         self.epoch = 0
         self.seed = int.from_bytes(os.urandom(4), "big")
         self._awaited: set[int] = set()
@@ -137,6 +138,7 @@ class Supervisor:
 
     def _on_start(self, frame: Frame) -> None:
         self.engines = max(self.engines, int(frame.body["engines"]))
+        self.folder = frame.body["folder"]
         for rank in range(self.engines):
             if rank not in self.ranks:
                 self.ranks[rank] = Rank(life=1)
@@ -183,7 +185,7 @@ class Supervisor:
         if self._connection and self._asked:
             orders = [{"rank": rank, "life": self.ranks[rank].life} for rank in self._asked]
             self.server.ask("fork", ranks=orders, world_size=self.engines, epoch=self.epoch, seed=self.seed,
-                            umask=self.umask,
+                            umask=self.umask, folder=self.folder,
                             threads=threads_per_engine(self.engines), address=self.listener.address.to_json())
             self._asked = []
 
@@ -266,10 +268,12 @@ def main() -> None:
         os.dup2(log.fileno(), 2)
     greeting = {"address": supervisor.listener.address.to_json(), "directory": str(supervisor.directory),
                 "cores": usable_cores()}
-    sys.stdout.write(json.dumps(greeting) + "\n")
-    sys.stdout.flush()
     try:
+        sys.stdout.write(json.dumps(greeting) + "\n")
+        sys.stdout.flush()
         supervisor.serve()
+    except BrokenPipeError:                            # the kernel has gone before it could hear of us
+        sys.stdout = None
     finally:
         supervisor.close()
 

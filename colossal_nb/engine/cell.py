@@ -84,9 +84,19 @@ class Cells:
             self._threads = threads
         size = len(self.ranks) if world.strategy is not None else world.world_size
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
+        self._stand_somewhere()
         distributed.start()                            # at once where nothing changed; a regroup may have
         world.ledger.reset_peak()                      # a cell's peak is its own, not that of an earlier cell
         self._define(shell.user_ns, size, (world.strategy or Strategy()).mesh(size))
+
+    def _stand_somewhere(self) -> None:
+        """Leave a folder that has been deleted: native libraries abort a process that asks where it is."""
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            home = os.path.expanduser("~")
+            os.chdir(home)
+            self.world.notes.append(f"the folder of the ranks has been deleted; they are in {home} now")
 
     def _define(self, names: dict[str, Any], size: int, mesh: Any) -> None:
         """rank, world_size and mesh, unless the user has names of their own."""

@@ -1,5 +1,5 @@
-"""The fork server: `python -m colossal_nb.engine.fork_server DIR`. Imports once what every rank needs, forks ranks in
-milliseconds, reaps them and says how they ended.
+"""The fork server: `python -m colossal_nb.engine.fork_server DIR PARENT`. Imports once what every rank needs,
+forks ranks in milliseconds, reaps them and says how they ended.
 
 Rules it keeps: it only imports (no pool of threads, no CUDA, no zmq context, no event loop is ever open across a fork);
 its ranks are their own sessions; only processes that it forked are signalled. JSON lines in on stdin, out on stdout.
@@ -19,7 +19,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-from colossal_nb.cluster.host import describe_exit
+from colossal_nb.cluster.host import describe_exit, die_with
 
 FIRST = ("torch", "torch.distributed", "numpy", "cloudpickle", "ipykernel.ipkernel", "ipyparallel.engine.app",
          "colossal_nb.engine.bootstrap")
@@ -44,6 +44,16 @@ class ForkServer:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: self._reap())     # also in the middle of a long import
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: self.orphaned())
+        self._start_folder = os.getcwd()
+        os.chdir(directory)                            # the user's folder may be deleted; libraries ask for theirs
+
+    def orphaned(self) -> None:
+        """The supervisor has gone without a word, perhaps in the middle of a long import."""
+        for pid in self._children:
+            _kill(pid)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os._exit(1)
 
     def tell(self, what: str, **fields: Any) -> None:
         try:
@@ -99,9 +109,11 @@ class ForkServer:
         try:
             os.setsid()
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
             for descriptor in (self._out, self._woken, self._wake):
                 os.close(descriptor)
+            self._go_to(order["folder"])
             from colossal_nb.engine import bootstrap
             bootstrap.live(rank, life, parent, self.directory, order)
             code = 0
@@ -110,6 +122,12 @@ class ForkServer:
         finally:
             sys.stderr.flush()
             os._exit(code)
+
+    def _go_to(self, folder: str) -> None:
+        """A rank begins in the kernel's folder and imports from there; where that has been deleted, in ours."""
+        with suppress(OSError):
+            os.chdir(folder)
+        sys.path[:] = [folder if path == self._start_folder else path for path in sys.path]
 
     def _reap(self) -> None:
         if self._reaping:
@@ -144,9 +162,12 @@ def _kill(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def main(directory: str) -> None:
+def main(directory: str, parent: int) -> None:
     begin = time.perf_counter()
     server = ForkServer(directory)
+    if os.getppid() != parent:
+        server.orphaned()
+    die_with(parent, signal.SIGTERM)
     for name in FIRST:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
@@ -167,4 +188,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

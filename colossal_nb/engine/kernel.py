@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -135,5 +136,5 @@ def start(rank: int, directory: str, cells: Cells, on_ready: Callable[[str, Any]
     RankEngine.on_ready = staticmethod(on_ready)
     RankEngine.launch_instance(argv=[
         f"--file={directory}/profile/security/ipcontroller-engine.json", f"--profile-dir={directory}/profile",
-        f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False", "--log-level=ERROR",
-        "--IPEngine.max_heartbeat_misses=0", "--HistoryManager.enabled=False"])
+        f"--IPEngine.work_dir={os.getcwd()}", f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False",
+        "--log-level=ERROR", "--IPEngine.max_heartbeat_misses=0", "--HistoryManager.enabled=False"])

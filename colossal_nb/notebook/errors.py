@@ -47,7 +47,8 @@ def fail_for(run: Run, numbers: Mapping[int, int]) -> NoReturn:
     """
     first = run.error
     if run.status == "interrupted" or first is None:
-        fail("KeyboardInterrupt", f"stopped on {named(run.ranks)}", interrupted(run))
+        lines = interrupted(run)
+        fail("KeyboardInterrupt", _COLOUR.sub("", lines[0]).partition(": ")[2].partition(";")[0], lines)
     where = _where(first, _same(first, run.errors), run.errors)
     value = first.evalue[:LONGEST_VALUE]
     lines = [_CELL.sub(lambda match: f"[{numbers.get(int(match[1]), match[1])}]", line) for line in report(run)]
@@ -56,10 +57,12 @@ def fail_for(run: Run, numbers: Mapping[int, int]) -> NoReturn:
 
 def interrupted(run: Run) -> list[str]:
     """Where the ranks were when the user stopped them."""
-    lines = sorted({(error.line or 0) for error in run.errors.values()} - {0})
+    stopped = {rank: error for rank, error in run.errors.items() if error.ename == "KeyboardInterrupt"}
+    lines = sorted({(error.line or 0) for error in stopped.values()} - {0})
     at = f", line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}" if lines else ""
-    others = {rank: error for rank, error in run.errors.items() if error.ename != "KeyboardInterrupt"}
-    return [f"{_red('KeyboardInterrupt')}: stopped on {named(run.ranks)}{at}; variables are kept", *_others(others)]
+    where = f"stopped on {named(sorted(stopped))}{at}" if stopped else "no rank has stopped"
+    others = {rank: error for rank, error in run.errors.items() if rank not in stopped}
+    return [f"{_red('KeyboardInterrupt')}: {where}; variables are kept", *_others(others)]
 
 
 def report(run: Run) -> list[str]:

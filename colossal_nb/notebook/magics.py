@@ -1,6 +1,8 @@
 """`%%colossal` and `%colossal`: what the user types becomes calls of the session, and what comes back is shown."""
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +50,8 @@ class Notebook:
     # %%colossal
     def cell(self, line: str, source: str) -> None:
         """Run a cell on the ranks and show it; raises the cell's error."""
+        if self._elsewhere("%%colossal"):
+            return
         with plainly():
             arguments = read_cell(line)
             self._check_names(source, arguments.local)
@@ -70,8 +74,9 @@ class Notebook:
     def run(self, source: str, line: str, arguments: CellArguments) -> Run:
         """One run, shown as it goes, with its summary line."""
         self._check_shown(arguments)
-        run = self.session.run(numbered(line, source), arguments.strategy, ranks=arguments.ranks,
-                               timeout_s=arguments.timeout_s)
+        with plainly("stopped before the cell ran on the ranks"):
+            run = self.session.run(numbered(line, source), arguments.strategy, ranks=arguments.ranks,
+                                   timeout_s=arguments.timeout_s)
         self._keep(run, arguments.out)
         output = CellOutput(run.ranks, self.page, bare=arguments.strategy is None, show_all=arguments.show_all,
                             only=arguments.only)
@@ -107,10 +112,20 @@ class Notebook:
     # %colossal
     def line(self, line: str) -> None:
         """Carry out a verb."""
+        if self._elsewhere("%colossal"):
+            return
         from colossal_nb.notebook.verbs import VERB_FUNCTIONS
         with plainly():
             arguments = read_verb(line)
             VERB_FUNCTIONS[arguments.verb](self, arguments)
+
+    def _elsewhere(self, what: str) -> bool:
+        """Whether this is a thread while a cell runs on the ranks; says so (an error of a thread would be long)."""
+        refused = self.session.busy and threading.current_thread() is not threading.main_thread()
+        if refused:
+            print(f"{what} came from a thread while a cell runs on the ranks, and did nothing: stop the cell, or wait "
+                  f"for its end", file=sys.stderr)
+        return refused
 
     def pull(self, name: str, rank: int = 0) -> None:
         """Bind a rank's variable here."""
@@ -204,14 +219,17 @@ def _forget(source: str) -> str:
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """Errors meant for the user are shown as one sentence, without a traceback through this package."""
+def plainly(stopped: str = "stopped") -> Iterator[None]:
+    """Errors meant for the user are shown as one sentence, without a traceback through this package.
+
+    `stopped`: the sentence of an interrupt.
+    """
     try:
         yield
     except (ValueError, NameError, RankFailed, ClusterLost, TimeoutError, OSError) as error:
         fail(type(error).__name__, str(error))
     except KeyboardInterrupt:
-        fail("KeyboardInterrupt", "stopped before the cell ran on the ranks")
+        fail("KeyboardInterrupt", stopped)
 
 
 def describe_ranks(ranks: list[int], world_size: int) -> str:

@@ -11,6 +11,7 @@ from colossal_nb.notebook.page import Page, say
 from colossal_nb.run import Output, Pause, RankState, Run
 
 _RANK = re.compile(r"\(rank \d+ of \d+\)")
+_OVER = ("done", "error", "dead")
 TURN_S = 0.03
 TELL_S = 1.0
 LONGEST_VALUE = 200
@@ -27,14 +28,16 @@ class Told:
     said: set[str] = field(default_factory=set)
 
     def hear(self, state: RankState) -> None:
-        self.states[state.rank] = state
+        before = self.states.get(state.rank)
+        if before is None or before.state not in _OVER or state.state in _OVER:       # what comes late is old
+            self.states[state.rank] = state
 
     def turn(self, seconds: float) -> None:
         """Say what is due `seconds` after the cell began."""
         for note in self.run.notes[self.notes:]:
             self._once(_RANK.sub("", note), note)  # each rank has its own copy of what happened to all
         self.notes = len(self.run.notes)
-        over = [rank for rank, state in self.states.items() if state.state in ("done", "error", "dead")]
+        over = [rank for rank, state in self.states.items() if state.state in _OVER]
         running = [rank for rank in self.run.ranks if rank not in over]
         if running and over:
             self._failure(running, seconds)
@@ -44,7 +47,7 @@ class Told:
         error = self.run.error
         # Those that wait for the failed one are released without being asked.
         busy = [rank for rank in running if rank not in self.states or self.states[rank].state != "waiting"]
-        if error is not None and busy and seconds - error.time_s >= TELL_S:
+        if error is not None and busy and not self.run.interrupted and seconds - error.time_s >= TELL_S:
             line = f" (line {error.line})" if error.line else ""
             value = error.evalue.partition("\n")[0][:LONGEST_VALUE]
             self._once("failure", f"rank {error.rank} raised {error.ename}: {value}{line}; {named(busy)} still "

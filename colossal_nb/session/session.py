@@ -4,6 +4,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,6 +45,7 @@ class Session:
     def __init__(self) -> None:
         self._upkeep = Upkeep()
         self._loop: CellLoop | None = None
+        self._thread = 0                               # the one that sent the last cell
         self._run: Run | None = None
         self._cells = itertools.count(1)
 
@@ -68,7 +70,8 @@ class Session:
         return self.status()
 
     def stop(self) -> None:
-        """End the cluster, silently; nothing is left of it."""
+        """End the cluster, silently; nothing is left of it. Raises RankFailed from a thread while a cell runs."""
+        self._from_its_thread()
         self._loop = self._run = None
         self._upkeep.drop()
 
@@ -77,6 +80,7 @@ class Session:
 
         Returns sentences for the user: what the new ranks have and what they lack, and which ranks are stuck.
         """
+        self._from_its_thread()
         if rank is not None:
             return self._upkeep.replace([rank] if isinstance(rank, int) else list(rank))
         engines = self.engines
@@ -155,25 +159,27 @@ class Session:
             metadata = {"colossal": {**settings, **own}}
             parents[client.door.send(client.members[rank].engine, "execute_request", content, metadata)] = rank
         upkeep.told_deaths = len(client.deaths)
-        self._loop, self._run = loop, run
+        self._loop, self._run, self._thread = loop, run, threading.get_ident()
         run.attach(self._drive(loop, run), loop.presses.press)
         return run
 
     def _drive(self, loop: CellLoop, run: Run) -> Iterator[Message]:
-        try:
-            yield from loop.messages()
-        except ClusterLost as error:
-            run.notes.append(str(error))
-            self._upkeep.drop()
-        except GeneratorExit:
-            if not sys.is_finalizing():
-                loop.presses.press()                   # nobody looks any more: end the cell, keep the cluster right
-                for _ in loop.messages():
-                    pass
-            raise
-        finally:
-            if not sys.is_finalizing():
-                self._finish(loop, run)
+        with loop.presses:                             # also while the ranks are brought back into one state
+            try:
+                yield from loop.messages()
+            except ClusterLost as error:
+                if not any(each.ename == "ClusterLost" for each in run.errors.values()):
+                    run.notes.append(str(error))
+                self._upkeep.drop()
+            except GeneratorExit:
+                if not sys.is_finalizing():
+                    loop.presses.press()               # nobody looks any more: end the cell, keep the cluster right
+                    for _ in loop.messages():
+                        pass
+                raise
+            finally:
+                if not sys.is_finalizing():
+                    self._finish(loop, run)
 
     def _finish(self, loop: CellLoop, run: Run) -> None:
         """The ranks are brought back into one state before the prompt: replaced, regrouped, acknowledged."""
@@ -198,8 +204,19 @@ class Session:
             if said:
                 run.errors[rank] = _saying(error, f"{error.evalue}: {said}")
 
+    @property
+    def busy(self) -> bool:
+        """Whether a cell runs now."""
+        return self._loop is not None
+
+    def _from_its_thread(self) -> None:
+        """Raise RankFailed in another thread than the one that serves a running cell: the sockets are that one's."""
+        if self._loop is not None and threading.get_ident() != self._thread:
+            raise RankFailed("a cell runs on the ranks now: stop it, or wait for its end")
+
     def _settle(self) -> None:
         """End what an earlier cell has left open. Raises RankFailed while a rank is still in it."""
+        self._from_its_thread()
         if self._run is not None and self._run.status == "running":
             self._run.stop()
             self._run.wait()

@@ -67,6 +67,8 @@ class Upkeep:
         self._join()
         if self._client is None:
             error, self._trouble = self._trouble, None
+            if isinstance(error, FileNotFoundError):   # says itself what to do
+                raise error
             raise RuntimeError(f"the cluster did not start: {error}") from error
         return self._client
 

@@ -232,7 +232,10 @@ def test_the_loss_of_a_process_that_all_need_is_named_and_the_next_cell_starts_a
     run.wait()
     assert run.status == "error"
     assert {error.ename for error in run.errors.values()} <= {"ClusterLost", "RankDied", "Released"}
-    assert any("starts a new cluster" in note for note in run.notes), run.notes
+    said = [*run.notes, *{error.evalue for error in run.errors.values()}]
+    assert len([text for text in said if "starts a new cluster" in text]) == 1, said
+    assert "INFO" not in "".join(said)
+    assert victim != "controller" or any("the controller ended (killed by SIGKILL)" in text for text in said)
     assert eventually(lambda: not alive(pids)), alive(pids)
     assert eventually(lambda: not directory.exists())
     assert printed(session.run("print(rank)", "dp=2").wait()) == ["0", "1"]

@@ -67,7 +67,8 @@ def test_a_verdict_replaces_how_the_rank_was_stopped() -> None:
 
 
 def test_an_interrupt_is_a_keyboard_interrupt_with_the_lines() -> None:
-    run = failed(error(0, "KeyboardInterrupt", ""), error(1, "KeyboardInterrupt", "", 5), status="interrupted")
+    stopped = [error(rank, "KeyboardInterrupt", "", 5 if rank == 1 else 3) for rank in range(4)]
+    run = failed(*stopped, status="interrupted")
     with pytest.raises(CellError) as caught:
         fail_for(run, {})
     assert type(caught.value).__name__ == "KeyboardInterrupt"
@@ -99,3 +100,16 @@ def test_other_errors_whose_texts_differ_are_each_said() -> None:
     run = failed(error(0), *(error(rank, "KeyError", f"{rank}", 9, time_s=1.0) for rank in (1, 2)),
                  error(3, "KeyError", "2", 9, time_s=1.0))
     assert report(run)[-2:] == ["rank 1: KeyError: 1 (line 9)", "ranks 2,3: KeyError: 2 (line 9)"]
+
+
+def test_only_the_ranks_that_were_stopped_are_called_stopped() -> None:
+    run = failed(error(0, "KeyboardInterrupt", ""), error(1, "StillRunning", "rank 1 is still in the cell", 9),
+                 status="interrupted")
+    with pytest.raises(CellError) as caught:
+        fail_for(run, {})
+    assert str(caught.value) == "stopped on rank 0, line 3"
+    assert [line.partition(": ")[2] for line in caught.value.lines] == [
+        "stopped on rank 0, line 3; variables are kept", "StillRunning: rank 1 is still in the cell (line 9)"]
+    run = failed(error(1, "StillRunning", "rank 1 is still in the cell"), status="interrupted")
+    with pytest.raises(CellError, match="no rank has stopped"):
+        fail_for(run, {})

@@ -67,3 +67,16 @@ def test_a_run_is_followed_to_its_end() -> None:
     run.attach(iter([*messages, *last]), lambda: None)
     follow(run, CellOutput(run.ranks, page, bare=False), page)
     assert page.text() == "line\n[1] end\n"
+
+
+def test_after_a_press_nobody_is_told_to_press() -> None:
+    error = RankError(2, "KeyboardInterrupt", "", line=2, time_s=0.0)
+    found = told(RankState(2, "error"), errors=(error,))
+    found.run.interrupted = True
+    assert said(found, 5.0) == []
+
+
+def test_a_state_that_comes_after_the_end_is_old() -> None:
+    error = RankError(2, "ValueError", "bad batch", time_s=0.0)
+    found = told(RankState(2, "error"), RankState(2, "computing"), RankState(1, "done"), errors=(error,))
+    assert said(found, 5.0) == ["rank 2 raised ValueError: bad batch; rank 0 still runs: Stop ends the cell"]
