@@ -65,7 +65,10 @@ def words(line: str) -> list[str]:
 
 def read_cell(line: str) -> CellArguments:
     """The line of a `%%colossal` cell. ValueError with everything that is wrong with it."""
-    rest, given = _split(words(line), CELL, CELL_LATER, "%%colossal")
+    found = words(line)
+    if found and found[0] in VERBS:
+        raise ValueError(f"{found[0]} is a verb, which has one percent sign and no cell: %colossal {' '.join(found)}")
+    rest, given = _split(found, CELL, CELL_LATER, "%%colossal")
     strategy = _strategy(" ".join(rest)) if rest else None
     compare = tuple(_strategy(text) for text in given.get("--compare", ()))
     ranks, show = given.get("--ranks"), given.get("--show")
@@ -159,7 +162,8 @@ def _no_verb(verb: str, line: str) -> str:
         return f"%colossal {verb} ({VERBS_LATER[verb]}) is not built yet"
     if verb in CELL or verb in CELL_LATER:
         return f"{verb} belongs to a cell: write %%colossal {line} (two percent signs) as the cell's first line"
-    near = get_close_matches(verb, VERBS, n=1, cutoff=0.6)
+    near = [each for each in VERBS if len(verb) > 1 and each.startswith(verb)]
+    near = near or get_close_matches(verb, VERBS, n=1, cutoff=0.6)
     if near:
         return f"there is no %colossal {verb}; did you mean %colossal {near[0]}?"
     if name in MEANT:

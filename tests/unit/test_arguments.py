@@ -79,6 +79,7 @@ def test_compare_reads_every_strategy() -> None:
     ("dp=1000", "needs 1000 engines, more than the"),
     ("tp", "tp needs a value"),
     ("hello", "there is no field 'hello'"),
+    ("restart --rank 2", "restart is a verb, which has one percent sign and no cell: %colossal restart --rank 2"),
 ])  # fmt: skip
 def test_what_is_wrong_is_said_with_the_fix(line: str, said: str) -> None:
     with pytest.raises(ValueError) as caught:
@@ -107,6 +108,7 @@ def test_verbs() -> None:
     ("tp = 2", "write %%colossal tp=2 (two percent signs)"),
     ("fsdp", "write %%colossal zero=3 (two percent signs)"),
     ("--ranks 0", "--ranks belongs to a cell"),
+    ("stat", "did you mean %colossal status?"),
     ("statuss", "did you mean %colossal status?"),
     ("frobnicate", "the verbs are start, status"),
     ("memory --limit 40MiB", "%colossal memory (the memory view) is not built yet"),
@@ -114,8 +116,7 @@ def test_verbs() -> None:
     ("start -n many", "'many' is no number of engines"),
     ("start -n 0", "'0' is no number of engines"),
     ("start -m 4", "did you mean -n 4?"),
-    ("restart --rank x", "'x' names no ranks"),
-    ("pull a --rank x", "'x' is no rank"),
+    ("restart --rank x", "'x' names no ranks: write 0,2 or 0-3"),
     ("stop --rank 1", "%colossal restart --rank R replaces it"),
 ])  # fmt: skip
 def test_wrong_verbs(line: str, said: str) -> None:
