@@ -58,7 +58,6 @@ def test_mesh_2_4_one_dim_sharded_twice_leaves_the_last_rank_empty():
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
-@settings(deadline=None)
 def test_uneven_cut_follows_array_split(size, parts):
     expected = [part.tolist() for part in np.array_split(np.arange(size), parts)]
     assert [list(cut(range(size), parts, part)) for part in range(parts)] == expected
@@ -84,14 +83,12 @@ def test_stage_holds_alone():
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_json_round_trip(layout):
     assert Layout.from_json(layout.to_json()) == layout
     assert hash(Layout.from_json(layout.to_json())) == hash(layout)
 
 
 @given(st.lists(st.integers(0, 30), unique=True))
-@settings(deadline=None)
 def test_runs_round_trip(indices):
     assert from_runs(to_runs(normal(indices))) == normal(indices)
     assert list(normal(indices)) == indices
@@ -102,7 +99,6 @@ def test_consecutive_parts_are_ranges_however_they_were_given():
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_every_element_is_owned_as_declared(layout):
     assert checks.layout(layout) == []
     for index in np.ndindex(layout.global_shape):
@@ -185,7 +181,7 @@ def pairs(draw):
 
 
 @given(pairs(), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_moves_turn_one_layout_into_the_other(pair, seed):
     old, new = pair
     rng = np.random.default_rng(seed)
@@ -196,7 +192,6 @@ def test_moves_turn_one_layout_into_the_other(pair, seed):
 
 
 @given(layouts())
-@settings(deadline=None)
 def test_nothing_moves_to_where_it_is(layout):
     assert layout.moves(layout) == []
 

@@ -154,7 +154,7 @@ def test_a_line_as_long_as_a_book_is_cut_on_the_page() -> None:
     assert len(text) < 21_000 and "1,000,001 characters" in text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.sampled_from([0.0, 0.05, 0.3])), max_size=40))
 def test_nothing_is_lost_or_doubled_whatever_the_order(prints: list[tuple[int, str, float]]) -> None:
     merger = Merger(range(3), fold=False)
@@ -180,7 +180,7 @@ def test_nothing_is_lost_or_doubled_whatever_the_order(prints: list[tuple[int, s
         assert missing == told[rank]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(["a", "b", "c1", "c2"]), max_size=20))
 def test_equal_texts_come_out_as_they_went_in(lines: list[str]) -> None:
     text = "".join(line + "\n" for line in lines)

@@ -1,7 +1,7 @@
 """Where ranks stand."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_nb.plan import AXES, Mesh
@@ -23,7 +23,6 @@ def test_rank_is_the_row_major_coordinate():
 
 
 @given(meshes)
-@settings(deadline=None)
 def test_coordinate_and_rank_are_inverse(mesh):
     places = [mesh.coordinate(rank) for rank in range(mesh.size)]
     assert [mesh.rank(place) for place in places] == list(range(mesh.size))
@@ -31,7 +30,6 @@ def test_coordinate_and_rank_are_inverse(mesh):
 
 
 @given(meshes, st.sampled_from(AXES))
-@settings(deadline=None)
 def test_groups_share_the_ranks_out(mesh, axis):
     groups = mesh.groups(axis)
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_nb.record import (
@@ -199,7 +199,6 @@ rows = st.lists(st.builds(
 
 
 @given(rows, rows)
-@settings(deadline=None)
 def test_concat_keeps_every_row_in_the_order_of_time(some, others):
     joined = Record.concat([Record.of(slices=some), Record.of(slices=others)]).slices
     assert joined["t0"].tolist() == sorted(joined["t0"].tolist())

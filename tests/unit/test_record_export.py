@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_nb.plan import schedule, simulate
@@ -95,7 +95,6 @@ lists = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(["compute", "comm"
 
 
 @given(lists)
-@settings(deadline=None)
 def test_slices_nest_on_every_thread(tmp_path_factory, pieces):
     slices = [Slice(rank, lane, "F", t0=min(t0, t1), t1=max(t0, t1)) for rank, lane, t0, t1 in pieces]
     found = events(Record.of(slices=slices), tmp_path_factory.mktemp("traces"))

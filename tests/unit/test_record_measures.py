@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from recorded import sample
 
@@ -148,7 +148,6 @@ def test_losses_by_step():
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=12))
-@settings(deadline=None)
 def test_covered_time_is_the_union(intervals):
     slices = Record.of(slices=[Slice(0, "comm", "send", t0=t0, t1=t0 + length) for t0, length in intervals]).slices
     ticks = np.zeros(64, bool)

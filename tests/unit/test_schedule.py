@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_nb.plan import Action, Exchange, in_flight, program, schedule, simulate, validate
@@ -19,7 +19,6 @@ def actions(text):
 
 
 @given(sizes)
-@settings(deadline=None)
 def test_every_schedule_is_valid_with_the_known_peaks(size):
     name, p, m = size
     orders = schedule(name, p, m)
@@ -28,7 +27,6 @@ def test_every_schedule_is_valid_with_the_known_peaks(size):
 
 
 @given(sizes)
-@settings(deadline=None)
 def test_forward_only_is_valid(size):
     validate([[action for action in order if action.kind == "F"] for order in schedule(*size)])
 
@@ -63,7 +61,6 @@ def test_exchanges_written_out():
 
 
 @given(sizes)
-@settings(deadline=None)
 def test_every_message_is_sent_and_received_once(size):
     _, p, m = size
     steps = [step for steps in program(schedule(*size)) for step in steps if isinstance(step, Exchange)]

@@ -1,7 +1,7 @@
 """Playing a schedule: golden numbers, uneven stages, slow links."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_nb import checks
@@ -38,7 +38,6 @@ def test_golden_numbers(name, p, m, end, share, in_flight):
 
 
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(2, 8), st.integers(1, 20))
-@settings(deadline=None)
 def test_bubble_is_the_formula_and_the_record_agrees_with_the_plan(name, p, m):
     orders = schedule(name, p, m)
     record = simulate(orders)

@@ -1,7 +1,7 @@
 """The strategy line: what it reads, what it refuses, what it fills in."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_nb.plan import FIELDS, Strategy
@@ -24,7 +24,6 @@ def refused(call):
 
 
 @given(lines)
-@settings(deadline=None)
 def test_text_and_value_round_trip(fields):
     strategy = Strategy(**fields)
     assert Strategy.parse(str(strategy)) == strategy
@@ -35,7 +34,6 @@ def test_text_and_value_round_trip(fields):
     st.sampled_from([" ", "\u00a0", ", ", "\t", "\u2003", ",", "; ", "  \u200b "]),
     st.sampled_from(["=", " = ", "\u00a0="]),
 )
-@settings(deadline=None)
 def test_any_space_reads_the_same(fields, between, equals):
     text = between.join(f"{name}{equals}{value}" for name, value in fields.items())
     assert Strategy.parse(f"{between}{text} # tp=7, a comment") == Strategy(**fields)
@@ -114,7 +112,6 @@ def test_value_object_is_guarded_like_the_text():
 
 
 @given(small, st.integers(1, 64))
-@settings(deadline=None)
 def test_what_works_is_a_multiple_that_fits(fields, engines):
     strategy = Strategy(**fields)
     used = strategy.uses(engines)
@@ -154,7 +151,6 @@ def test_too_many_engines_says_what_would_fit():
 
 
 @given(small, st.integers(1, 16))
-@settings(deadline=None)
 def test_what_is_said_to_fit_fits(fields, engines):
     strategy = Strategy(**{name: size for name, size in fields.items() if name != "sp"})
     if strategy.needs > engines:
