@@ -17,6 +17,7 @@ from colossal_nb.plan import Layout, On, Shard
 
 def full(p: Tensor) -> Tensor:
     """The whole parameter on every rank, detached, in host or device memory of its own. Collective."""
+    _check_tensor("full", p)
     require_owner(p)
     return _full(p)
 
@@ -28,6 +29,7 @@ def _full(p: Tensor) -> Tensor:
 
 def full_grad(p: Tensor) -> Tensor | None:
     """The whole gradient of a parameter on every rank; None if it has none anywhere. Collective."""
+    _check_tensor("full_grad", p)
     layout = layout_of(p)
     if layout is None:
         return None if p.grad is None else p.grad.clone()
@@ -38,6 +40,12 @@ def full_grad(p: Tensor) -> Tensor | None:
     if not present:
         return None
     return gathered(p.grad if p.grad is not None else torch.zeros_like(p), layout)
+
+
+def _check_tensor(name: str, p: Any) -> None:
+    if not isinstance(p, Tensor):
+        hint = ": model.state_dict() has all of them whole" if isinstance(p, nn.Module) else ""
+        raise ValueError(f"{name} takes one parameter, such as model.head.weight, not {type(p).__name__}{hint}")
 
 
 def gathered(part: Tensor, layout: Layout) -> Tensor:

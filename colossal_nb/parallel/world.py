@@ -55,12 +55,14 @@ class Epoch:
         """
         prefix = f"epoch{self.number}/{name}/{'-'.join(map(str, ranks))}/"
         store = PatientStore(self._store, prefix, self.check)
-        self._connecting += 1
+        with self._lock:
+            self._connecting += 1
         try:
             board = Board.shared(store, index, len(ranks), block_bytes(len(ranks)))
             wire = Gloo(self.world.endpoint(), store, index, len(ranks))
         finally:
-            self._connecting -= 1
+            with self._lock:
+                self._connecting -= 1
         self.check()
         return wire, board
 

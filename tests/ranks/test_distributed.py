@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from colossal_nb.parallel import distributed
-from colossal_nb.parallel.group import Released
 from colossal_nb.parallel.process_group import UserGroup
 from colossal_nb.parallel.transports.messages import Mismatch
+from colossal_nb.parallel.work import Released
 from colossal_nb.parallel.world import World
 from colossal_nb.record.store import RecordBuilder
 
