@@ -23,13 +23,9 @@ class Newcomer:
     lacks: Mapping[str, str] = field(default_factory=dict)
     empty: bool = False
 
-    def explain(self, name: str) -> str:
-        """Why this rank does not have a name; "" if that is not known."""
-        if not self.empty and name not in self.lacks:
-            return ""
-        came = "was replaced" if self.replaced else "was started later"
-        why = f" ({name} {self.lacks[name]})" if name in self.lacks else ""
-        return f"{name} is not on rank {self.rank}, which {came}{why}: run the cell that makes {name} again"
+    def reason(self, name: str) -> str | None:
+        """Why this rank does not have a name ("": it has none), None if that is not known."""
+        return self.lacks.get(name, "" if self.empty else None)
 
 
 @dataclass

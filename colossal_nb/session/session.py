@@ -2,25 +2,24 @@
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from colossal_nb.cluster import parcel
 from colossal_nb.cluster.client import ClusterLost, Death, RankFailed
 from colossal_nb.plan.strategy import Strategy
-from colossal_nb.run import Message, RankError, Run
+from colossal_nb.run import Message, Run
 from colossal_nb.session import pushing
+from colossal_nb.session.explaining import explain
 from colossal_nb.session.looking import LOOK_S, Doing, look
 from colossal_nb.session.loop import CellLoop
 from colossal_nb.session.upkeep import Upkeep
 
 DEFAULT_ENGINES = 4
 _ASIDE_LIMIT_S, _ASIDE_LOOK_S = 2.0, 0.5
-_NO_NAME = re.compile(r"name '(\w+)' is not defined")
 
 
 @dataclass(frozen=True)
@@ -190,19 +189,10 @@ class Session:
                 run.notes += self._upkeep.settle()
         except (ClusterLost, RankFailed, TimeoutError) as error:
             run.notes.append(str(error))
-        self._explain(run)
+        explain(run, self._upkeep.newcomers, self.engines)
         stopped = any(error.ename in ("KeyboardInterrupt", "StillRunning") for error in run.errors.values())
         run.status = "interrupted" if run.interrupted and stopped else ("error" if run.errors else "ok")
         self._loop = None
-
-    def _explain(self, run: Run) -> None:
-        """Names that only a rank which began later lacks: say what became of them."""
-        for rank, error in run.errors.items():
-            name, newcomer = _NO_NAME.fullmatch(error.evalue), self._upkeep.newcomers.get(rank)
-            everywhere = [each for each in run.errors.values() if each.evalue == error.evalue]
-            said = newcomer.explain(name[1]) if name and newcomer and len(everywhere) < self.engines else ""
-            if said:
-                run.errors[rank] = _saying(error, f"{error.evalue}: {said}")
 
     @property
     def busy(self) -> bool:
@@ -291,12 +281,6 @@ class Session:
             return self._upkeep.client().ask(free, kind, content, _ASIDE_LIMIT_S)[free[0]] if free else {}
         except (TimeoutError, RankFailed, ClusterLost):
             return {}
-
-
-def _saying(error: RankError, text: str) -> RankError:
-    """The error with another text, in its traceback too."""
-    traceback = [each.replace(error.evalue, text) for each in error.traceback[-1:]]
-    return replace(error, evalue=text, traceback=[*error.traceback[:-1], *traceback])
 
 
 _current: Session | None = None

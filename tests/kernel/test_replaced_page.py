@@ -72,7 +72,7 @@ def test_stuck_ranks_are_shown_and_one_line_mends_them(notebook: Notebook) -> No
 def test_a_name_that_lived_on_another_process_is_explained(notebook: Notebook) -> None:
     reply = notebook.run("%%colossal\nnet(torch.ones(2, 8))")
     assert "this model lost the parts of ranks 1, 2: run the cell that makes it again" in reply.error
-    assert "net is not on rank 1, which was replaced (net is parallel): run the cell that makes net" in reply.error
+    assert "net is not on ranks 1, 2, which were replaced (net is parallel): run the cell that makes net" in reply.error
 
 
 def test_the_loss_of_all_ranks_names_all_and_status_tells_it_once(notebook: Notebook) -> None:
