@@ -77,8 +77,9 @@ def _equal(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max().item() <= RTOL * floor
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("saved", COUNT)
+@pytest.mark.parametrize(
+    ("saved", "tied"), [*((strategy, False) for strategy in COUNT), ("dp=1", True), ("tp=2 pp=2", True)]
+)
 def test_goes_on_under_any_strategy(ranks: Any, tmp_path: Path, saved: str, tied: bool) -> None:
     expected, weights = ranks(COUNT[saved]).run(save_and_go_on, tmp_path / "run", saved, tied)[0]
     for strategy, count in COUNT.items():
