@@ -91,7 +91,7 @@ def _group(parallel: Parallel | None) -> Group:
     world = World.current()
     if parallel is not None:
         return parallel.group()
-    return world.whole() if world.subset is None else world.some("cell", tuple(sorted(world.subset)))
+    return world.taking_part()
 
 
 def _state_of(name: str, value: Any) -> Any:

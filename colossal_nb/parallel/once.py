@@ -29,7 +29,7 @@ def once(function: Callable[..., Result] | None = None) -> Any:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Result:
-        group = World.current().whole()
+        group = World.current().taking_part()
         outcome: tuple[bool, Any] = (True, None)
         if group.index == 0:
             try:
@@ -72,7 +72,7 @@ _ALL_RAN_IT = (
 @contextmanager
 def _block() -> Iterator[Mine]:
     world = World.current()
-    group = world.whole()
+    group = world.taking_part()
     mine = Mine(group.index == 0)
     if group.index != 0:
         group.run("barrier", [], of="once")

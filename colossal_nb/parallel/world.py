@@ -198,6 +198,10 @@ class World:
         """The group of all ranks."""
         return self._epoch.group("world", self.ranks)
 
+    def taking_part(self) -> Group:
+        """The group of the ranks that run this cell."""
+        return self.whole() if self.subset is None else self._epoch.group("cell", tuple(sorted(self.subset)))
+
     def some(self, name: str, ranks: tuple[int, ...]) -> Group:
         """A group of its own for the given ranks, this one among them."""
         return self._epoch.group(name, ranks)

@@ -222,6 +222,17 @@ def test_a_message_between_two_ranks_needs_no_other(session: Session) -> None:
     assert printed(ok(session, pair)) == ["[7.0, 7.0]", "[0.0, 0.0]", "[1.0, 1.0]", "[0.0, 0.0]"]
 
 
+@pytest.mark.parametrize("how", [{"strategy": "dp=2"}, {"ranks": [1, 3]}])
+def test_once_is_for_the_ranks_of_the_cell(session: Session, how: dict[str, Any]) -> None:
+    source = ("import colossal_nb as cnb\n@cnb.once\ndef first(): return rank\n"
+              "found = first()\nwith cnb.once() as mine: print(found, bool(mine))")
+    run = session.run(source, **how).wait()
+    assert run.status == "ok", run.errors
+    first, second = run.ranks
+    assert [run.text(rank) for rank in run.ranks] == [f"{first} True\n", f"{first} False\n"]
+    assert second in (1, 3)
+
+
 def test_push_and_pull(session: Session) -> None:
     def double(x: int) -> int:
         return 2 * x
