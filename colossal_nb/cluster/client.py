@@ -32,7 +32,7 @@ class RankFailed(RuntimeError):
     """A rank could not do what was asked of it between cells, or did not start."""
 
 
-_CHATTER = re.compile(r"\b(INFO|DEBUG|WARNING)\b")
+_CHATTER = re.compile(r"\b(INFO|DEBUG|WARNING)\b|^\d{4}-\d\d-\d\d (?!.*\b(ERROR|CRITICAL)\b)")
 _MOST_LOG = 3
 
 

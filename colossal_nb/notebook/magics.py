@@ -114,8 +114,8 @@ class Notebook:
         """Carry out a verb."""
         if self._elsewhere("%colossal"):
             return
-        from colossal_nb.notebook.verbs import VERB_FUNCTIONS
         with plainly():
+            from colossal_nb.notebook.verbs import VERB_FUNCTIONS
             arguments = read_verb(line)
             VERB_FUNCTIONS[arguments.verb](self, arguments)
 
