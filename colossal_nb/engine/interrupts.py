@@ -60,7 +60,7 @@ class Interrupts:
         self._due = False                              # a press has not landed
         self._pressed_at = 0.0
         self._raised: BaseException | None = None      # the one that has landed and is on its way out
-        self._raised_at = -QUICK_S
+        self._raised_at = float("-inf")
         self._loser: CodeType | None = None            # the library's code that has lost one
         self._traced = False                           # a trace function waits to raise what is due
         self._before: list[BaseException] = []         # what the main thread already handled at the press
@@ -78,6 +78,7 @@ class Interrupts:
         with self._lock:
             self._cell = number
             self._due, self._raised, self._traced, self._loser = False, None, False, None
+            self._raised_at = float("-inf")            # a press in the cell before is another press
             self.landed = number <= self._until
         self.begun = time.perf_counter()
         self._open = True

@@ -95,3 +95,9 @@ def test_what_the_cell_has_started_hears_a_stop(session: Session) -> None:
 def test_an_interrupt_that_the_cell_sends_to_itself(session: Session) -> None:
     run = session.run("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport time\ntime.sleep(100)").wait()
     assert {rank: error.ename for rank, error in run.errors.items()} == dict.fromkeys(ALL, "KeyboardInterrupt")
+
+
+def test_cells_that_are_stopped_one_right_after_the_other(session: Session) -> None:
+    for _ in range(6):
+        run, _took_s = stopped(session, "while True: pass", after_s=0.05)
+        assert {rank: error.ename for rank, error in run.errors.items()} == dict.fromkeys(ALL, "KeyboardInterrupt")
