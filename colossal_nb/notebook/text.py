@@ -101,7 +101,7 @@ class Rest:
         """Put the note in place of what was left out; returns the rows of the last lines."""
         left_out = max((self._counts[rank] - len(tail) for rank, tail in self._tails.items()), default=0)
         if left_out > 0:
-            self._window(f"... {left_out:,} lines of each rank left out here: cnb.last_run.outputs has them all "
+            self._window(f"... {left_out:,} lines of each rank left out here: cnb.last_run.outputs has them "
                          f"(--show all puts them on the page)")
         elif self._window_id:
             self._window("...")

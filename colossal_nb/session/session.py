@@ -11,10 +11,10 @@ from typing import Any
 from colossal_nb.cluster import parcel
 from colossal_nb.cluster.client import ClusterLost, Death, RankFailed
 from colossal_nb.plan.strategy import Strategy
-from colossal_nb.run import Message, Run
+from colossal_nb.run import MOST_TEXT, Message, Run
 from colossal_nb.session import pushing
 from colossal_nb.session.explaining import explain
-from colossal_nb.session.looking import LOOK_S, Doing, look
+from colossal_nb.session.looking import LOOK_S, Doing, look, named
 from colossal_nb.session.loop import CellLoop
 from colossal_nb.session.upkeep import Upkeep
 
@@ -189,6 +189,9 @@ class Session:
                 run.notes += self._upkeep.settle()
         except (ClusterLost, RankFailed, TimeoutError) as error:
             run.notes.append(str(error))
+        if run.left_out:
+            run.notes.append(f"more output than a run keeps ({MOST_TEXT >> 20} M characters): of "
+                             f"{named(run.left_out)} the middle is not in cnb.last_run.outputs")
         explain(run, self._upkeep.newcomers, self.engines)
         stopped = any(error.ename in ("KeyboardInterrupt", "StillRunning") for error in run.errors.values())
         run.status = "interrupted" if run.interrupted and stopped else ("error" if run.errors else "ok")

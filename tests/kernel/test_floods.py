@@ -76,6 +76,7 @@ def test_a_run_keeps_the_beginning_and_the_end_of_a_flood(session: Session) -> N
     assert text.endswith(f"{lines - 1:099}\n")
     assert len(text) + run.left_out[1] == lines * 100
     assert len(text) <= MOST_TEXT // 4 * 1.3
+    assert any("of rank 1 the middle is not in cnb.last_run.outputs" in note for note in run.notes)
 
 
 def test_a_notebook_is_stopped_in_a_flood(notebook: Notebook) -> None:

@@ -135,7 +135,7 @@ def test_a_long_text_is_folded_to_head_note_and_tail() -> None:
     assert lines[:HEAD_LINES] == [f"line {i}" for i in range(HEAD_LINES)]
     assert lines[HEAD_LINES:] == [f"line {i}" for i in range(count - TAIL_LINES, count)]
     assert page.pictures == [f"... {count - HEAD_LINES - TAIL_LINES:,} lines of each rank left out here: "
-                             f"cnb.last_run.outputs has them all (--show all puts them on the page)"]
+                             f"cnb.last_run.outputs has them (--show all puts them on the page)"]
 
 
 def test_forty_thousand_distinct_lines_reach_the_page_when_asked() -> None:
