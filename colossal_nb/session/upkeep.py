@@ -15,7 +15,7 @@ from colossal_nb.session.looking import busy, listed, named, stuck_text
 from colossal_nb.session.loop import CellLoop, Counts
 
 _GRACE_S = 1.0
-_END_LIMIT_S = 10.0
+_END_LIMIT_S = 60.0          # a kill is sure, but the fork server may be in the middle of a long import
 
 
 class Upkeep:
