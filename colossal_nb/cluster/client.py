@@ -20,7 +20,7 @@ from colossal_nb.cluster.wire import Frame
 
 _WARM_LIMIT_S, _START_LIMIT_S, _REQUEST_LIMIT_S = 180.0, 60.0, 60.0
 _PROBE_S = 0.1
-_CREDIT_BYTES = 1 << 16
+_CREDIT_BYTES = 1 << 18
 _MOST_BACKLOG = 1000
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LIMIT_BYTES = 1 << 18
+LIMIT_BYTES = 1 << 20
 _GLANCE_S = 0.002
 
 

@@ -5,6 +5,7 @@ waits in), events (recorded, five times a second), ready(epoch), stack.
 """
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from colossal_nb.parallel.world import World
 
 _PERIOD_S = 0.2
+_MOST_FAILURES, _AFTER_FAILURE_S = 100, 0.03
 _SHOWN_AFTER_S = 0.4          # a wait shorter than this is not worth a word
 
 
@@ -42,6 +44,7 @@ class Side(threading.Thread):
         self._phases: list[dict[str, Any]] = []
         self._drain_lock = threading.Lock()
         self._frames = 0
+        self._due = 0.0
         self._reported: tuple[int, str, str] = (0, "", "")
         self._regroup: Frame | None = None
         self._reason = ""
@@ -59,17 +62,28 @@ class Side(threading.Thread):
         return rest, sent
 
     def run(self) -> None:
-        due = 0.0
-        while True:
-            wait_s = 0.01 if self._phases or not self.world else max(0.0, due - time.monotonic())
-            wait_s = min(wait_s, self._interrupts.settle())
-            if self._socket.poll(int(wait_s * 1000) + 1):
-                self._obey(unpack(self._socket.recv_multipart()))
-            while self._phases:
-                self._send("phase", self._phases.pop(0))
-            if time.monotonic() >= due:
-                due = time.monotonic() + _PERIOD_S
-                self._tick()
+        """For ever. What a cell has broken (a builtin name, a library) may be whole again when the cell has ended; a
+        rank whose side thread fails and fails can be told nothing any more, and ends."""
+        failures = 0
+        while failures < _MOST_FAILURES:
+            try:
+                self._turn()
+                failures = 0
+            except Exception:
+                failures += 1
+                time.sleep(_AFTER_FAILURE_S)
+        os._exit(os.EX_SOFTWARE)
+
+    def _turn(self) -> None:
+        wait_s = 0.01 if self._phases or not self.world else max(0.0, self._due - time.monotonic())
+        wait_s = min(wait_s, self._interrupts.settle())
+        if self._socket.poll(int(wait_s * 1000) + 1):
+            self._obey(unpack(self._socket.recv_multipart()))
+        while self._phases:
+            self._send("phase", self._phases.pop(0))
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _PERIOD_S
+            self._tick()
 
     def _send(self, kind: str, body: dict[str, Any] | None = None, *blobs: bytes) -> None:
         self._socket.send_multipart(pack(kind, body, blobs))

@@ -92,6 +92,8 @@ def read_verb(line: str) -> VerbArguments:
     verb, rest = found[0], found[1:]
     if verb not in VERBS:
         raise ValueError(_no_verb(verb, " ".join(found)))
+    if verb == "help":
+        return VerbArguments(verb, tuple(rest))        # on an option too: `help --out`
     known = {option.name: option for option in VERBS[verb].options}
     rest, given = _split(rest, known, options.OPTIONS_LATER.get(verb, {}), f"%colossal {verb}")
     return VerbArguments(verb, tuple(rest), given)

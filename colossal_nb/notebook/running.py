@@ -47,7 +47,8 @@ class Told:
         error = self.run.error
         # Those that wait for the failed one are released without being asked.
         busy = [rank for rank in running if rank not in self.states or self.states[rank].state != "waiting"]
-        if error is not None and busy and not self.run.interrupted and seconds - error.time_s >= TELL_S:
+        cause = error is not None and not error.consequence
+        if error is not None and cause and busy and not self.run.interrupted and seconds - error.time_s >= TELL_S:
             line = f" (line {error.line})" if error.line else ""
             value = error.evalue.partition("\n")[0][:LONGEST_VALUE]
             self._once("failure", f"rank {error.rank} raised {error.ename}: {value}{line}; {named(busy)} still "

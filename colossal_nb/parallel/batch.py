@@ -63,6 +63,12 @@ def own_parts(samples: int, replicas: int, microbatches: int, replica: int) -> l
 def pieces(inputs: Any, targets: Any, replicas: int, microbatches: int, replica: int) -> list[Piece]:
     """One replica's parts of a global batch: tensors whose dim 0 is the batch size are cut, anything else is whole."""
     samples = batch_size(inputs)
+    if replicas * microbatches > 1 and isinstance(targets, Tensor) and targets.dim() and len(targets) != samples:
+        raise ValueError(
+            f"the inputs have {samples} samples, targets of shape {list(targets.shape)} do not begin with that number: "
+            "one entry per sample is cut like the inputs (targets.view(len(inputs), -1) where they were flattened); "
+            "what belongs to the whole batch goes in a tuple or dict beside the targets"
+        )
     return [
         Piece(cut(inputs, samples, start, stop), cut(targets, samples, start, stop), start, stop)
         for start, stop in own_parts(samples, replicas, microbatches, replica)

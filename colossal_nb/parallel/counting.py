@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.plan import Replicate
+
 
 @dataclass(frozen=True)
 class Mean:
@@ -55,6 +58,8 @@ class CountingMeans(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._by_hand:
+            _refuse_parts(args)
         if func in _RULES:
             return self._loss(func, args, kwargs)
         if self._by_hand and func in _MEANS:
@@ -103,6 +108,18 @@ class CountingMeans(TorchFunctionMode):
     def _noted(self, value: Any, count: float, sure: bool = True) -> Any:
         self._means.append(Mean(value, count, sure))
         return value
+
+
+def _refuse_parts(values: tuple[Any, ...]) -> None:
+    """Raises ValueError for a weight of which this rank holds no more than a part: a loss of it would be wrong."""
+    for x in values:
+        layout = layout_of(x) if isinstance(x, torch.nn.Parameter) else None
+        if layout is not None and not all(isinstance(placement, Replicate) for placement in layout.placements):
+            raise ValueError(
+                f"loss_fn reads a weight of shape {list(layout.global_shape)}, of which each rank holds a part: what "
+                "it computes from that would be wrong. A penalty on weights is the weight_decay of the optimizer, or "
+                "needs dp alone, under which every rank has them whole"
+            )
 
 
 _MEANS = {torch.mean, Tensor.mean}

@@ -54,7 +54,7 @@ class Loader:
     """An iterable of batches. Each `for` over it is an epoch; a `break` ends its epoch.
 
     `reads` counts the samples that this process asked the dataset for. `state_dict()` is the position: a loader that
-    loads it goes on with the batch after the last one taken.
+    loads it goes on with the batch after the last one taken, after the last of an epoch with the next epoch.
     """
 
     def __init__(
@@ -82,6 +82,8 @@ class Loader:
         if other != own:
             raise ValueError(f"the position is one of a loader with {other}, this one has {own}")
         self._epoch, self._taken, self._going_on = int(state["epoch"]), int(state["batches"]), True
+        if self._taken >= len(self):  # saved inside the loop, after its last batch
+            self._epoch, self._taken = self._epoch + 1, 0
 
     def __iter__(self) -> Iterator[Any]:
         if not self._going_on:
@@ -104,6 +106,7 @@ class Loader:
             if batch.used == self._used:
                 self._habit = self._used
             self._used = batch.used
+        self._epoch, self._taken, self._going_on = self._epoch + 1, 0, True
 
     @property
     def _in_parts(self) -> bool:

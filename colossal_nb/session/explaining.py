@@ -27,6 +27,8 @@ def explain(run: Run, newcomers: Mapping[int, Newcomer], engines: int) -> None:
         came = f"{'were' if ranks[1:] else 'was'} {'replaced' if replaced else 'started later'}"
         why = f" ({name} {reason})" if reason else ""
         said = f"{name} is not on {named(ranks)}, which {came}{why}: run the cell that makes {name} again"
+        if not replaced and "parallel" in reason:
+            said += ", or begin this cell with the strategy of that one, which may do without them"
         run.errors.update({rank: _saying(run.errors[rank], said) for rank in ranks})
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,16 +191,22 @@ class CellLoop:
             self._abandon(waiting)
 
     def _end_deadlock(self, waiting: list[int], now: float) -> None:
-        """All who have not ended wait for others, and somebody has ended: nobody will ever come."""
+        """All who have not ended wait for others, and somebody has ended, or they wait in different operations: nobody
+        will ever come."""
         states = [self.parts[rank].state for rank in waiting]
         since = [state.since_s for state in states if state is not None and state.state == "waiting"]
         done = [rank for rank, part in self.parts.items() if part.replied]
-        proven = done and len(since) == len(waiting) and self._failed_at is None and not self._released
-        if proven and now > max(since) + DEADLOCK_AFTER_S:
-            first = self.parts[waiting[0]].state
-            assert first is not None
-            verb = "waits" if len(waiting) == 1 else "wait"
-            text = f"{_ranks(waiting)} {verb} in {first.what} (cell {first.where}); {_ranks(done)} finished the cell"
+        if len(since) < len(waiting) or self._failed_at is not None or self._released:
+            return
+        places: dict[str, list[int]] = defaultdict(list)
+        for rank, state in zip(waiting, states, strict=True):
+            assert state is not None
+            places[f"{state.what} (cell {state.where})"].append(rank)
+        apart = len({state.what for state in states if state is not None}) > 1
+        if (done or apart) and now > max(since) + DEADLOCK_AFTER_S:
+            told = [f"{_ranks(ranks)} {'wait' if ranks[1:] else 'waits'} in {place}" for place, ranks in places.items()]
+            told.append(f"{_ranks(done)} finished the cell" if done else "each waits for another")
+            text = "; ".join(told)
             self._verdict = self._verdict or ("Deadlock", text)
             self._release(text)
 

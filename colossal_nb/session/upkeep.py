@@ -63,7 +63,8 @@ class Upkeep:
 
     def client(self) -> Client:
         """The cluster; made now if there is none."""
-        self.warm()
+        self._join()
+        self.warm()                                    # again where the first was cut short by a press
         self._join()
         if self._client is None:
             error, self._trouble = self._trouble, None

@@ -193,9 +193,9 @@ def test_different_collectives_end_the_cell_by_themselves(session: Session, befo
 def test_ranks_that_part_inside_a_parallel_model_lose_nothing(session: Session, strategy: str, odd: str) -> None:
     pids = [pid for _, pid, _ in session.status().members]
     assert session.run(MODEL, strategy).wait().status == "ok"
-    run, _took_s = stopped(session, f"{odd}\ntime.sleep(100)", after_s=10.0)
-    assert run.status in ("error", "interrupted")
-    assert "RankDied" not in {error.ename for error in run.errors.values()}
+    run = session.run(odd, timeout_s=100).wait()       # ends by itself: a mismatch at once, a circle after ten seconds
+    assert run.status == "error"
+    assert {error.ename for error in run.errors.values()} <= {"Mismatch", "Released", "Deadlock", "ValueError"}
     assert [pid for _, pid, _ in session.status().members] == pids
     run = session.run("loss = step().item()\nprint(loss)").wait()
     assert run.status == "ok", run.errors

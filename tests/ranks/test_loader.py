@@ -140,6 +140,24 @@ def test_a_loader_goes_on_where_another_stopped(ranks: Any, stop: int) -> None:
     assert ranks(2).run(_resumed, stop) == [_resumed(stop)] * 2
 
 
+def _epochs(saved_inside: bool) -> list[Any]:
+    """A position saved at the end of an epoch: the next `for` is the next epoch, there and where it is loaded."""
+    first, second = (cnb.loader(Text(), SIZE, shuffle=True, seed=3) for _ in range(2))
+    state: dict[str, Any] = {}
+    for _ in first:
+        if saved_inside:
+            state = first.state_dict()
+    second.load_state_dict(state or first.state_dict())
+    found = [[batch[0].tolist() for batch in each] for each in (first, second)]
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.parametrize("saved_inside", [True, False])
+def test_the_end_of_an_epoch_is_the_beginning_of_the_next(saved_inside: bool) -> None:
+    assert _epochs(saved_inside) == [inputs for inputs, _ in _sequential()[0][5:]]
+
+
 def _texts() -> list[Any]:
     named = [{"x": torch.full((2,), float(i)), "y": i, "name": f"n{i}"} for i in range(5)]
     return [(batch["x"].tolist(), batch["y"].tolist(), batch["name"]) for batch in cnb.loader(named, 2, drop_last=True)]

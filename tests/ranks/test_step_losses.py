@@ -151,6 +151,34 @@ def test_means_written_by_hand(ranks: Any, count: int, strategy: str) -> None:
     ranks(count).run(_by_hand, strategy)
 
 
+def _penalty(strategy: str) -> None:
+    inputs, targets = batch(4)
+
+    def penalized(model: nn.Module, logits: Tensor, targets: Tensor) -> Tensor:
+        return loss_fn(logits, targets) + 1e-2 * sum((p**2).sum() for p in model.parameters())  # type: ignore[return-value]
+
+    expected = gpt()
+    value = penalized(expected, expected(inputs), targets)
+    value.backward()
+    model = cnb.parallelize(gpt(), strategy=strategy)
+
+    def own(logits: Tensor, targets: Tensor) -> Tensor:
+        return penalized(model, logits, targets)
+
+    if strategy != "tp=2":
+        close(cnb.forward_backward(model, own, inputs, targets).item(), value.item())
+        same_gradients(model, [p.grad for p in expected.parameters()])
+    else:
+        with pytest.raises(ValueError, match="loss_fn reads a weight of shape"):
+            cnb.forward_backward(model, own, inputs, targets)
+        close(cnb.forward_backward(model, loss_fn, inputs, targets).item(), sequential(gpt, inputs, targets)[0])
+
+
+@pytest.mark.parametrize(("count", "strategy"), [(2, "dp=2"), (2, "tp=2"), (1, "microbatches=1")])
+def test_a_penalty_on_weights_is_right_or_refused(ranks: Any, count: int, strategy: str) -> None:
+    ranks(count).run(_penalty, strategy)
+
+
 def _some_samples() -> None:
     with patch.object(outputs, "PROOF_BYTES", 4 * 8 * 6 * 29):  # two samples of each replica
         _proven_by_some()

@@ -98,6 +98,7 @@ def test_verbs() -> None:
     assert read_verb("start -n 4") == VerbArguments("start", (), {"-n": 4})
     assert read_verb("start -n=4 # four") == VerbArguments("start", (), {"-n": 4})
     assert read_verb("push a b").words == ("a", "b") and read_verb("push a, b").words == ("a,b",)
+    assert read_verb("help --out") == VerbArguments("help", ("--out",))
     assert read_verb("pull x --rank 2") == VerbArguments("pull", ("x",), {"--rank": 2})
     assert read_verb('compare "dp=4 ; tp=4"') == VerbArguments("compare", ("dp=4 ; tp=4",))
     assert read_verb("export train.py --cells 3-5") == VerbArguments("export", ("train.py",), {"--cells": (3, 4, 5)})
