@@ -129,7 +129,7 @@ def _resumed(stop: int) -> list[Any]:
     second = cnb.loader(Text(), 4, shuffle=True, seed=1)
     second.load_state_dict(first.state_dict())
     seen += [batch[0].tolist() for batch in second]
-    if stop <= len(whole):
+    if stop < len(whole):
         seen += [batch[0].tolist() for batch in second]
     assert seen == everything
     return everything
