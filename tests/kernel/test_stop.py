@@ -194,7 +194,8 @@ def test_ranks_that_part_inside_a_parallel_model_lose_nothing(session: Session, 
     pids = [pid for _, pid, _ in session.status().members]
     assert session.run(MODEL, strategy).wait().status == "ok"
     run = session.run(odd, timeout_s=100).wait()       # ends by itself: a mismatch at once, a circle after ten seconds
-    assert run.status == "error"
+    whole_everywhere = strategy == "dp=4" and "state_dict" in odd        # nobody is asked for anything
+    assert run.status == ("ok" if whole_everywhere else "error")
     assert {error.ename for error in run.errors.values()} <= {"Mismatch", "Released", "Deadlock", "ValueError"}
     assert [pid for _, pid, _ in session.status().members] == pids
     run = session.run("loss = step().item()\nprint(loss)").wait()
