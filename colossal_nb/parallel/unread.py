@@ -12,13 +12,15 @@ from colossal_nb.parallel.structure import rebuild
 
 Rows = Callable[[int, int], Tensor]
 
-# What asks for no values: torch answers from the shape alone.
-_SHAPELESS = {
+# What asks for no values of a tensor: torch answers from its shape and kind. (Its stubs do not know these getters.)
+VALUELESS = {
     Tensor.shape.__get__,  # type: ignore[attr-defined]
     Tensor.dtype.__get__,  # type: ignore[attr-defined]
     Tensor.device.__get__,
     Tensor.ndim.__get__,  # type: ignore[attr-defined]
     Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    Tensor.__hash__,
     Tensor.dim,
     Tensor.size,
     Tensor.numel,
@@ -67,7 +69,7 @@ class Unread(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if func in _SHAPELESS:
+        if func in VALUELESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if isinstance(first, Unread):

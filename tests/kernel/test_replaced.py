@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 from conftest import eventually, printed
@@ -29,15 +28,6 @@ USES = ("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "train(1)", "
         "model.state_dict()", "cnb.full(next(iter(model.parameters())))",
         "cnb.redistribute(model, optimizer, 'dp=2 tp=2')")
 LOST = "this model lost rank {}'s part: run the cell that makes it again"
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    """One for these tests alone: they replace its ranks."""
-    made = Session()
-    made.start(4)
-    yield made
-    made.stop()
 
 
 def ok(session: Session, source: str, strategy: str | None = None) -> Run:

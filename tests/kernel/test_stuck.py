@@ -4,22 +4,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 from conftest import eventually, printed
 
 from colossal_nb.cluster.client import RankFailed
 from colossal_nb.session import Session
-
-
-@pytest.fixture(scope="module")
-def session() -> Iterator[Session]:
-    """One for these tests alone: they replace its ranks."""
-    made = Session()
-    made.start(4)
-    yield made
-    made.stop()
 
 
 def hold(session: Session, ranks: tuple[int, ...]) -> None:
