@@ -18,6 +18,7 @@ from colossal_nb.session.presses import Presses
 RELEASE_AFTER_S = 1.0         # those who wait for a rank that failed
 STOP_PATIENCE_S = 3.0         # a rank in native code after an interrupt
 DEADLOCK_AFTER_S = 10.0       # a wait that is proven to have no end
+LOST_AFTER_S = 60.0           # all have come to one operation: what it waits for is lost on the way
 _SLICE_S = 0.05
 _KINDS = {"display_data": "display", "update_display_data": "update_display", "execute_result": "result"}
 
@@ -192,7 +193,7 @@ class CellLoop:
 
     def _end_deadlock(self, waiting: list[int], now: float) -> None:
         """All who have not ended wait for others, and somebody has ended, or they wait in different operations: nobody
-        will ever come."""
+        will ever come. Nor will bytes where all of them have been in one operation for long."""
         states = [self.parts[rank].state for rank in waiting]
         since = [state.since_s for state in states if state is not None and state.state == "waiting"]
         done = [rank for rank, part in self.parts.items() if part.replied]
@@ -203,9 +204,11 @@ class CellLoop:
             assert state is not None
             places[f"{state.what} (cell {state.where})"].append(rank)
         apart = len({state.what for state in states if state is not None}) > 1
-        if (done or apart) and now > max(since) + DEADLOCK_AFTER_S:
+        proven = bool(done) or apart
+        if now > max(since) + (DEADLOCK_AFTER_S if proven else LOST_AFTER_S):
             told = [f"{_ranks(ranks)} {'wait' if ranks[1:] else 'waits'} in {place}" for place, ranks in places.items()]
-            told.append(f"{_ranks(done)} finished the cell" if done else "each waits for another")
+            told.append(f"{_ranks(done)} finished the cell" if done else "each waits for another" if apart else
+                        f"nothing has come for {LOST_AFTER_S:g} s, so the connection has lost it: run the cell again")
             text = "; ".join(told)
             self._verdict = self._verdict or ("Deadlock", text)
             self._release(text)

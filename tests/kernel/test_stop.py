@@ -157,6 +157,29 @@ def test_a_proven_hang_ends_itself_and_says_who_waits_for_whom(session: Session)
     assert run.seconds >= 10
 
 
+# What a transport does that loses a message: all ranks have come, and the operation never ends.
+LOSING = """
+class Lost:
+    def is_completed(self): return False
+    def wait(self):
+        while True:
+            World.current()._epoch.check()
+            time.sleep(0.01)
+wire = World.current().whole().wire()
+wire.barrier = Lost
+World.current().whole().run('barrier', [])
+"""
+
+
+def test_an_operation_to_which_all_have_come_and_that_never_ends_is_ended(
+        session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colossal_nb.session.loop.LOST_AFTER_S", 2.0)
+    run = session.run(LOSING).wait()
+    assert {rank: error.ename for rank, error in run.errors.items()} == dict.fromkeys(ALL, "Deadlock")
+    assert "ranks 0, 1, 2, 3 wait in barrier #" in run.errors[0].evalue
+    assert "so the connection has lost it: run the cell again" in run.errors[0].evalue
+
+
 DIFFERENT = (
     "World.current().whole().run(['all_reduce', 'broadcast', 'all_reduce', 'barrier'][rank],"
     " [] if rank == 3 else [torch.ones([1, 5, 4000, 1][rank])])\ntime.sleep(100)"
