@@ -9,7 +9,8 @@ from colossal_nb.parallel.agreement import block_bytes
 from colossal_nb.parallel.board import Board
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.ledger import Ledger
-from colossal_nb.parallel.transports.gloo import Endpoint, Gloo, PatientStore
+from colossal_nb.parallel.transports.gloo import Endpoint, Gloo
+from colossal_nb.parallel.transports.meeting import PatientStore
 from colossal_nb.parallel.work import Released
 from colossal_nb.record.recorder import Recorder
 

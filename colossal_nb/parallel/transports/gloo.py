@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from colossal_nb.parallel import compat
 from colossal_nb.parallel.transports import sockets
+from colossal_nb.parallel.transports.meeting import PatientStore, together
 
 # A wait for a rank that still computes is never an error: a hang is explained by the record and ended by an abort.
 _NEVER = datetime.timedelta(days=300)
@@ -55,32 +55,6 @@ class Endpoint:
     def cut(self) -> int:
         """Shut down every connection to another rank; whoever is blocked in one, here or there, gets an error."""
         return sockets.shut_down(self._own, self.peers - self._own)
-
-
-class PatientStore(compat.Store):  # type: ignore[misc]
-    """A store whose waits look at `check` while they wait, so that an abort reaches a rank that waits for others."""
-
-    def __init__(self, store: Any, prefix: str, check: Callable[[], None]) -> None:
-        super().__init__()
-        self._store, self._prefix, self.check_alive = store, prefix, check
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return bytes(self._store.get(self._prefix + key))
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
-        """Return when all keys are there; raises what `check` raises."""
-        names, pause_s = [self._prefix + key for key in keys], 0.0002
-        while not self._store.check(names):
-            self.check_alive()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._store.check([self._prefix + key for key in keys]))
 
 
 class Collective:
@@ -146,28 +120,11 @@ def _take_apart(box: list[Any]) -> None:
     box.clear()
 
 
-def _connected(connect: Callable[[], Any], check: Callable[[], None]) -> Any:
-    """Connect in a thread of its own: a member that fails half-way leaves the others waiting, whom nothing can cut.
-
-    Raises what `check` raises; the thread is then left behind.
-    """
-    made: list[Any] = []
-
-    def run() -> None:
-        try:
-            made.append(connect())
-        except BaseException as error:
-            made.append(error)
-
-    helper = threading.Thread(target=run, daemon=True, name="connect")
-    helper.start()
-    while helper.is_alive():
-        helper.join(_GLANCE_S)
-        check()
-    (result,) = made
-    if isinstance(result, BaseException):
-        raise result
-    return result
+def _connected(place: PatientStore, index: int, size: int, options: Any) -> Any:
+    """A process group whose connections have carried a first message each way."""
+    made: Any = dist.ProcessGroupGloo(place, index, size, options)
+    made.barrier(dist.BarrierOptions()).wait()
+    return made
 
 
 class Gloo:
@@ -181,7 +138,7 @@ class Gloo:
             endpoint.meet(store.get(f"at{other}").decode())
         options = compat.gloo_options(endpoint.device, _THREADS, _NEVER)
         self._check = store.check_alive
-        self._inner: Any = _connected(lambda: dist.ProcessGroupGloo(store, index, size, options), self._check)
+        self._inner: Any = together(lambda place: _connected(place, index, size, options), store, index, size)
 
     def __del__(self) -> None:
         """Taken apart in a thread of its own: nobody waits long for a collective that has lost its end."""
