@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from colossal_nb.parallel.step import accumulate as accumulate
     from colossal_nb.parallel.step import forward_backward as forward_backward
     from colossal_nb.parallel.step import log as log
+    from colossal_nb.parallel.verify import verify as verify
     from colossal_nb.plan import Strategy as Strategy
     from colossal_nb.plan import schedule as schedule
 
@@ -40,6 +41,7 @@ _HOME = {
     "redistribute": "colossal_nb.parallel.redistribute",
     "save": "colossal_nb.parallel.checkpoint",
     "schedule": "colossal_nb.plan",
+    "verify": "colossal_nb.parallel.verify",
 }
 _MODULES = ("corpus", "models")
 
@@ -60,6 +62,7 @@ __all__ = [
     "redistribute",
     "save",
     "schedule",
+    "verify",
 ]
 
 

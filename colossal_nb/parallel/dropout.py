@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -41,15 +42,8 @@ class KeyedDropout:
         self._parts: dict[int, tuple[int, int, int]] = {}
         self._calls: Counter[tuple[int, str, bool]] = Counter()
         for name, module in model.named_modules():
-            module.register_forward_pre_hook(self._enter(name))
-            module.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._inside.append(name)
-
-    def _leave(self, *_: Any) -> None:
-        if self._inside:
-            self._inside.pop()
+            module.register_forward_pre_hook(_Enter(self, name))
+            module.register_forward_hook(_Leave(self), always_call=True)
 
     def begin(self, call: int, start: int, stop: int) -> None:
         """The samples `start` to `stop` - 1 of the call's global batch are next.
@@ -174,6 +168,28 @@ class KeyedDropout:
             if not rest and each and local * each == len(mine):
                 return dim, whole, [feature // each for feature in mine[::each]]
         return None
+
+
+@dataclass(frozen=True)
+class _Enter:
+    """A pre-hook: a module begins. Objects, so that a copy of the model tells a copy of the KeyedDropout."""
+
+    dropout: KeyedDropout
+    name: str
+
+    def __call__(self, *_: Any) -> None:
+        self.dropout._inside.append(self.name)
+
+
+@dataclass(frozen=True)
+class _Leave:
+    """A hook: the innermost module ends."""
+
+    dropout: KeyedDropout
+
+    def __call__(self, *_: Any) -> None:
+        if self.dropout._inside:
+            self.dropout._inside.pop()
 
 
 def attention_weights(given: dict[str, Any]) -> Tensor:

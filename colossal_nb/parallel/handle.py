@@ -108,8 +108,13 @@ class Parallel:
         memo[id(self)] = twin
         World.current().parallels.add(twin)
         twin.pipeline = copy.deepcopy(self.pipeline, memo)
+        twin.dropout = copy.deepcopy(self.dropout, memo)
+        twin.compared, twin.lives = set(self.compared), dict(self.lives)
         for name, p in self.parameters.items():
             set_layout(twin.parameters[name], layout_of(p))
+            if not holds(p, self.rank):
+                twin.parameters[name].data = p.data  # one element that stands for all; a copy would fill its shape
+        twin.changes = self.changes.moved(self.parameters, twin.parameters)
         return twin
 
     @contextmanager

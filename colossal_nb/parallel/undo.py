@@ -5,9 +5,9 @@ Notes are by name: they hold for a copy of the model too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -44,6 +44,15 @@ class Changes:
         for name, keys in self.on_parameters.items():
             for key in keys:
                 (parameters[name]._backward_hooks or {}).pop(key, None)
+
+
+    def moved(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> Changes:
+        """For a copy of the model: `copy.deepcopy` copies no hook on a parameter, so they are put there."""
+        hooks = {}
+        for name, keys in self.on_parameters.items():
+            held = before[name]._backward_hooks or {}
+            hooks[name] = {after[name].register_hook(held[key]).id for key in sorted(keys) if key in held}  # type: ignore[no-untyped-call]
+        return replace(self, on_parameters=hooks)
 
 
 @contextmanager

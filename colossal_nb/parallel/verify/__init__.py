@@ -1,0 +1,114 @@
+"""`verify`: a parallel model's next steps against the sequential program's, on copies of both.
+
+The sequential program runs in plain torch on the first rank: the whole weights, what `parallelize` changed taken back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossal_nb.parallel import objects, report
+from colossal_nb.parallel.handle import Parallel, require, text
+from colossal_nb.parallel.outcome import alike
+from colossal_nb.parallel.outputs import LossFn
+from colossal_nb.parallel.saving import rng
+from colossal_nb.parallel.step import forward_backward
+from colossal_nb.parallel.tensor.proof import aside
+from colossal_nb.parallel.verify import compare, room
+from colossal_nb.parallel.verify.bands import band_of
+from colossal_nb.parallel.verify.result import Row, Verification
+from colossal_nb.parallel.verify.sequential import Sequential, Trained, keeps_statistics
+from colossal_nb.parallel.verify.twins import WAITS, Twin, parallel_twin, sequential_twin
+from colossal_nb.parallel.world import World
+
+__all__ = ["Row", "Verification", "verify"]
+
+
+def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any = None, steps: int = 3) -> Verification:
+    """Compare some steps on one global batch with the sequential program: losses, gradients, updated weights.
+
+    `model` after `parallelize`; `loss_fn`, `inputs`, `targets` as for `forward_backward`. Both programs are copies that
+    begin where the model stands, with its optimizers (their states too; plain SGD where it has none), gradients fresh
+    in each step; learning rates stay. Model, optimizers, gradients, random states and the record are afterwards what
+    they were. Compared are the losses of all steps, every gradient of the first, every weight after the last, within
+    the band of the precision: fp32 1e-5, fp64 1e-10, half precision 2e-2 (gradients: cosine 0.999). Collective.
+
+    Returns a `Verification`: true where they are equal; otherwise `.cause` says where the difference begins.
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"steps={steps!r}: verify runs a whole number of steps, at least 1")
+    parallel = require(model)
+    begun = time.perf_counter()
+    with untouched(parallel):
+        return _verify(parallel, loss_fn, inputs, targets, steps, begun)
+
+
+def _verify(
+    parallel: Parallel, loss_fn: LossFn | None, inputs: Any, targets: Any, steps: int, begun: float
+) -> Verification:
+    group, strategy = parallel.group(), text(parallel.strategy) or "one rank"
+    parts = parallel.replicas * parallel.microbatches if keeps_statistics(parallel.model) else 1
+    program = Sequential(loss_fn, inputs, targets, parts, parallel.calls)
+    why = room.lacking(parallel)
+    if why:
+        return Verification(True, strategy, steps, program.reference, cause=why, ran=False)
+    twin, whole = parallel_twin(parallel), sequential_twin(parallel)
+    random = rng.states()
+    expected = alike(lambda: Trained() if whole is None else program.train(whole, steps), group, "verify")
+    rng.restore(random)
+    rate = objects.broadcast(expected.rate, group, WAITS, "verify")
+    found = _train(twin, loss_fn, inputs, targets, steps, rate)
+    sides = compare.Sides(twin.parallel, band_of(parallel), expected, found)
+    rows = [compare.losses(sides), *compare.gradients(sides), *compare.weights(sides)]
+    wrong = [row for row in rows if not row.ok]
+    seconds = time.perf_counter() - begun
+    notes = tuple(report.caveats(parallel))
+    ordered = tuple(sorted(rows, key=lambda row: (row.ok, -row.excess)))
+    return Verification(not wrong, strategy, steps, program.reference, ordered, _cause(rows), notes, True, seconds)
+
+
+def _cause(rows: list[Row]) -> str:
+    """The first wrong gradient in the order of a backward, else the first wrong weight, else the loss."""
+    for what in ("gradient", "weight", "loss"):
+        wrong = [row for row in rows if row.what == what and not row.ok]
+        if wrong:
+            row = wrong[-1]
+            of = f"{what} of {row.name}" if what != "loss" else f"loss of {row.name}"
+            return f"the {of} differs by {row.difference:.1e} of its size{f': {row.evidence}' * bool(row.evidence)}"
+    return ""
+
+
+def _train(twin: Twin, loss_fn: LossFn | None, inputs: Any, targets: Any, steps: int, rate: float) -> Trained:
+    """The parallel program. Collective."""
+    done = Trained()
+    optimizers = twin.optimizers or [torch.optim.SGD(twin.parameters.values(), lr=rate)]
+    for step in range(steps):
+        twin.zero_grad()
+        done.losses.append(forward_backward(twin.model, loss_fn, inputs, targets).item())
+        if step == 0:
+            done.gradients = {n: None if p.grad is None else p.grad.clone() for n, p in twin.parameters.items()}
+        for optimizer in optimizers:
+            optimizer.step()
+    done.weights = {name: p.detach() for name, p in twin.parameters.items()}
+    return done
+
+
+@contextmanager
+def untouched(parallel: Parallel) -> Iterator[None]:
+    """What runs inside is no part of the user's run: random states, notes, the record stay as they are."""
+    world = World.current()
+    random, model, before = rng.states(), world.model, set(world.parallels)
+    try:
+        with aside():
+            yield
+    finally:
+        world.model = model
+        for twin in set(world.parallels) - before:
+            world.parallels.discard(twin)
+        rng.restore(random)

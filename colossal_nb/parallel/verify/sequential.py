@@ -1,0 +1,123 @@
+"""The sequential program: plain torch, the whole batch at once, in one process."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
+from colossal_nb.parallel.counting import CountingMeans, Seen
+from colossal_nb.parallel.dropout import KeyedDropout
+from colossal_nb.parallel.losses import Part, own_loss
+from colossal_nb.parallel.outputs import LossFn
+from colossal_nb.parallel.step import measured
+from colossal_nb.parallel.unread import whole
+from colossal_nb.parallel.verify.twins import Twin
+
+STEP = 1e-3
+AT_ONCE = "the whole batch at once, on one rank"
+
+
+@dataclass
+class Trained:
+    """What a program made in some steps. `gradients`: of the first step; `before`: its weights;
+    `rate`: of the plain SGD that is taken where there is no optimizer."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """How the sequential program goes through a batch.
+
+    `parts`: in how many parts, 1 but for models with batch statistics; `call` numbers the dropout masks.
+    """
+
+    loss_fn: LossFn | None
+    inputs: Any
+    targets: Any
+    parts: int
+    call: int
+
+    @property
+    def reference(self) -> str:
+        if self.parts == 1:
+            return AT_ONCE
+        return f"one rank with the same {self.parts} microbatches, because the model keeps statistics of a batch"
+
+    def forward_backward(self, twin: Twin, step: int) -> float:
+        """The loss of the batch; adds its gradients to `.grad`."""
+        model = twin.model
+        keyed = twin.dropout if twin.dropout is not None and model.training else None
+        inputs, targets = move(whole(self.inputs), "cpu"), move(whole(self.targets), "cpu")
+        with torch.enable_grad(), keyed.running() if keyed else nullcontext():
+            if self.parts == 1:
+                return self._at_once(model, inputs, targets, keyed, step)
+            return self._in_parts(model, pieces(inputs, targets, 1, self.parts, 0), keyed, step)
+
+    def _at_once(self, model: nn.Module, inputs: Any, targets: Any, keyed: KeyedDropout | None, step: int) -> float:
+        if keyed is not None:
+            keyed.begin(self.call + step, 0, batch_size(inputs))
+        args, kwargs = arguments(inputs)
+        output = model(*args, **kwargs)
+        value = own_loss(output) if self.loss_fn is None else self.loss_fn(output, targets)
+        if isinstance(value, tuple | list):
+            value = value[0] / value[1]
+        value.backward()
+        return float(value.detach())
+
+    def _in_parts(self, model: nn.Module, parts: list[Piece], keyed: KeyedDropout | None, step: int) -> float:
+        """Sums of the parts, divided by the sum of their counts at the end."""
+        samples, done = sum(piece.samples for piece in parts), list[Part]()
+        for piece in parts:
+            if keyed is not None:
+                keyed.begin(self.call + step, piece.start, piece.stop)
+            args, kwargs = arguments(piece.inputs)
+            with CountingMeans() if self.loss_fn is None else nullcontext() as means:
+                output = model(*args, **kwargs)
+            result = measured(self.loss_fn, output, piece, Seen() if means is None else means.taken(), samples)
+            result.backward()
+            done.append(result.detached())
+        count = sum(part.count for part in done)
+        for p in model.parameters():
+            if p.grad is not None and count:
+                p.grad.div_(count)
+        return sum(part.sum for part in done) / count
+
+    def train(self, twin: Twin, steps: int) -> Trained:
+        """Some steps on the same batch, gradients fresh in each."""
+        done = Trained()
+        done.before = {name: p.detach().clone() for name, p in twin.parameters.items()}
+        for step in range(steps):
+            twin.zero_grad()
+            done.losses.append(self.forward_backward(twin, step))
+            if step == 0:
+                done.gradients = {n: None if p.grad is None else p.grad.clone() for n, p in twin.parameters.items()}
+                if not twin.optimizers:
+                    done.rate = _rate(twin)
+                    twin.optimizers.append(torch.optim.SGD(twin.parameters.values(), lr=done.rate))
+            for optimizer in twin.optimizers:
+                optimizer.step()
+        done.weights = {name: p.detach() for name, p in twin.parameters.items()}
+        return done
+
+
+def _rate(twin: Twin) -> float:
+    """The learning rate with which the first step of SGD moves a weight by STEP of the largest, at most."""
+    weights = [p.abs().max().item() for p in twin.parameters.values() if p.numel()]
+    slopes = [p.grad.abs().max().item() for p in twin.parameters.values() if p.grad is not None and p.numel()]
+    return STEP * max(weights, default=0.0) / (max(slopes, default=0.0) or 1.0)
+
+
+def keeps_statistics(model: nn.Module) -> bool:
+    """Whether a forward depends on which samples are together: batch norm while training."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())

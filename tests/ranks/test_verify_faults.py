@@ -1,0 +1,86 @@
+"""A planted fault is found, and `verify` says where it is and what it looks like."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from small_gpt import INPUTS, TARGETS, loss_fn
+from torch import nn
+
+import colossal_nb as cnb
+from colossal_nb.models import GPT
+from colossal_nb.parallel import gradients
+from colossal_nb.parallel.tensor import linear1d
+
+pytestmark = pytest.mark.ranks
+
+
+@contextmanager
+def replaced(where: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute is another: the pool's processes live on."""
+    before = getattr(where, name)
+    setattr(where, name, value)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
+
+
+def parallel_gpt(strategy: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = GPT(vocab_size=29, layers=4, hidden=16, heads=4, max_length=8)
+    made: tuple[nn.Module, torch.optim.Optimizer] = cnb.parallelize(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), strategy
+    )
+    return made
+
+
+def found(model: nn.Module) -> tuple[bool, str, str]:
+    result = cnb.verify(model, loss_fn, INPUTS, TARGETS, steps=2)
+    return bool(result), result.cause, str(result)
+
+
+def no_sum_in_backward(strategy: str) -> tuple[bool, str, str]:
+    """The gradient of the input of blocks.2.up is not summed over tp."""
+    model, _ = parallel_gpt(strategy)
+    right = linear1d.copy_to
+
+    def copy_to(x: Any, mesh: Any, axis: Any, *, of: str) -> Any:
+        return x if of == "blocks.2.up" else right(x, mesh, axis, of=of)
+
+    with replaced(linear1d, "copy_to", copy_to):
+        return found(model)
+
+
+def no_sum_over_dp(strategy: str) -> tuple[bool, str, str]:
+    model, _ = parallel_gpt(strategy)
+    with replaced(gradients, "sum_over", lambda parameters, *_, **__: [p.grad for p in parameters]):
+        return found(model)
+
+
+def wrong_scale(strategy: str) -> tuple[bool, str, str]:
+    model, _ = parallel_gpt(strategy)
+    right = gradients.finish
+    with replaced(gradients, "finish", lambda parallel, active, count: right(parallel, active, count / 2)):
+        return found(model)
+
+
+CASES = [
+    (2, "tp=2", no_sum_in_backward, ("gradient of blocks.2.norm_2.bias", "a missing all-reduce over tp")),
+    (2, "dp=2", no_sum_over_dp, ("gradient of head.weight", "a missing all-reduce over dp")),
+    (2, "dp=2", wrong_scale, ("gradient of head.weight", "2 times the sequential one on ranks 0,1")),
+]
+
+
+@pytest.mark.parametrize(("count", "strategy", "plant", "words"), CASES)
+def test_a_planted_fault_is_found_and_located(
+    ranks: Any, count: int, strategy: str, plant: Any, words: tuple[str, ...]
+) -> None:
+    outcomes = ranks(count).run(plant, strategy)
+    for ok, cause, text in outcomes:
+        assert not ok, text
+        assert (cause, text) == outcomes[0][1:]
+        for word in words:
+            assert word in cause, text
