@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.layouts import layout_of, set_layout
+from colossal_nb.parallel.origin import Origin
 from colossal_nb.parallel.undo import Changes
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, On, Strategy
@@ -42,6 +43,7 @@ class Parallel:
     tensor: Report | None = None
     dropout: KeyedDropout | None = None
     changes: Changes = field(default_factory=Changes)
+    origin: Origin = field(default_factory=Origin)
     pending: bool = False
     inside: bool = False
     accumulating: bool = False
@@ -102,6 +104,7 @@ class Parallel:
             parameters={name: memo[id(p)] for name, p in self.parameters.items()},
             forward=copy.deepcopy(self.forward, memo),
             optimizers=[],
+            origin=Origin(),
             hooked=set(),
             _held={},
         )

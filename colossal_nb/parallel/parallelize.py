@@ -14,6 +14,7 @@ from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.dropout import KeyedDropout
 from colossal_nb.parallel.handle import Parallel, attach, find, require_cell, tell, text
 from colossal_nb.parallel.layouts import layout_of, set_layout
+from colossal_nb.parallel.origin import Origin
 from colossal_nb.parallel.undo import noted
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, Strategy
@@ -57,7 +58,9 @@ def parallelize(
     options = {"cuts": cuts, "stage_weights": stage_weights}
     parallel = Parallel(model, wanted, mesh, dict(model.named_parameters()), model.forward, options)
     _compare_weights(parallel)
+    parallel.origin = Origin.of(parallel.parameters)
     _set_up(parallel, optimizer)
+    parallel.origin.made(parallel.parameters)
     attach(parallel)
     return model if optimizer is None else (model, optimizer)
 

@@ -12,7 +12,9 @@ from torch import nn
 import colossal_nb as cnb
 from colossal_nb.models import GPT
 from colossal_nb.parallel import gradients
+from colossal_nb.parallel.pipeline.stage import Stage
 from colossal_nb.parallel.tensor import linear1d
+from colossal_nb.parallel.world import World
 
 pytestmark = pytest.mark.ranks
 
@@ -67,10 +69,46 @@ def wrong_scale(strategy: str) -> tuple[bool, str, str]:
         return found(model)
 
 
+def exchanged(strategy: str) -> tuple[bool, str, str]:
+    """Ranks 0 and 1 have each other's rows of one weight."""
+    model, _ = parallel_gpt(strategy)
+    rank, weight = World.current().rank, model.blocks[1].up.weight
+    parts = [torch.empty_like(weight) for _ in range(2)]
+    World.current().whole().run("all_gather", [*parts, weight.detach()])
+    weight.data.copy_(parts[1 - rank])
+    return found(model)
+
+
+def stage_twice(strategy: str) -> tuple[bool, str, str]:
+    """The second stage's last block runs twice on each microbatch."""
+    model, _ = parallel_gpt(strategy)
+    right = Stage.run
+
+    def run(self: Stage, *args: Any, **keywords: Any) -> Any:
+        block = self.model.blocks[3]
+        if self.number != 1 or isinstance(block.forward, Twice):
+            return right(self, *args, **keywords)
+        with replaced(block, "forward", Twice(block.forward)):
+            return right(self, *args, **keywords)
+
+    with replaced(Stage, "run", run):
+        return found(model)
+
+
+class Twice:
+    def __init__(self, forward: Any) -> None:
+        self.forward = forward
+
+    def __call__(self, x: Any) -> Any:
+        return self.forward(self.forward(x))
+
+
 CASES = [
     (2, "tp=2", no_sum_in_backward, ("gradient of blocks.2.norm_2.bias", "a missing all-reduce over tp")),
     (2, "dp=2", no_sum_over_dp, ("gradient of head.weight", "a missing all-reduce over dp")),
     (2, "dp=2", wrong_scale, ("gradient of head.weight", "2 times the sequential one on ranks 0,1")),
+    (2, "tp=2", exchanged, ("blocks.1.up.weight", "rows 0..31 and rows 32..63", "slices exchanged")),
+    (2, "pp=2", stage_twice, ("blocks.3", "output")),
 ]
 
 

@@ -22,8 +22,10 @@ from colossal_nb.parallel.step import forward_backward
 from colossal_nb.parallel.tensor.proof import aside
 from colossal_nb.parallel.verify import compare, room
 from colossal_nb.parallel.verify.bands import band_of
+from colossal_nb.parallel.verify.locate import locate
 from colossal_nb.parallel.verify.result import Row, Verification
 from colossal_nb.parallel.verify.sequential import Sequential, Trained, keeps_statistics
+from colossal_nb.parallel.verify.start import start
 from colossal_nb.parallel.verify.twins import WAITS, Twin, parallel_twin, sequential_twin
 from colossal_nb.parallel.world import World
 
@@ -45,52 +47,76 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
         raise ValueError(f"steps={steps!r}: verify runs a whole number of steps, at least 1")
     parallel = require(model)
     begun = time.perf_counter()
-    with untouched(parallel):
-        return _verify(parallel, loss_fn, inputs, targets, steps, begun)
-
-
-def _verify(
-    parallel: Parallel, loss_fn: LossFn | None, inputs: Any, targets: Any, steps: int, begun: float
-) -> Verification:
-    group, strategy = parallel.group(), text(parallel.strategy) or "one rank"
-    parts = parallel.replicas * parallel.microbatches if keeps_statistics(parallel.model) else 1
+    parts = parallel.replicas * parallel.microbatches if keeps_statistics(model) else 1
     program = Sequential(loss_fn, inputs, targets, parts, parallel.calls)
+    with untouched(parallel):
+        return _verify(parallel, program, steps, begun)
+
+
+def _verify(parallel: Parallel, program: Sequential, steps: int, begun: float) -> Verification:
+    strategy = text(parallel.strategy) or "one rank"
     why = room.lacking(parallel)
     if why:
         return Verification(True, strategy, steps, program.reference, cause=why, ran=False)
-    twin, whole = parallel_twin(parallel), sequential_twin(parallel)
-    random = rng.states()
-    expected = alike(lambda: Trained() if whole is None else program.train(whole, steps), group, "verify")
-    rng.restore(random)
-    rate = objects.broadcast(expected.rate, group, WAITS, "verify")
-    found = _train(twin, loss_fn, inputs, targets, steps, rate)
-    sides = compare.Sides(twin.parallel, band_of(parallel), expected, found)
-    rows = [compare.losses(sides), *compare.gradients(sides), *compare.weights(sides)]
-    wrong = [row for row in rows if not row.ok]
-    seconds = time.perf_counter() - begun
-    notes = tuple(report.caveats(parallel))
+    rows, said, compared = _compared(parallel, program, steps)
+    where = _where(parallel, program, compared) if _computes_wrong(rows) else ""
     ordered = tuple(sorted(rows, key=lambda row: (row.ok, -row.excess)))
-    return Verification(not wrong, strategy, steps, program.reference, ordered, _cause(rows), notes, True, seconds)
+    ok = all(row.ok for row in rows)
+    notes = (*said, *report.caveats(parallel))
+    seconds = time.perf_counter() - begun
+    return Verification(ok, strategy, steps, program.reference, ordered, _cause(rows, where), notes, True, seconds)
 
 
-def _cause(rows: list[Row]) -> str:
-    """The first wrong gradient in the order of a backward, else the first wrong weight, else the loss."""
-    for what in ("gradient", "weight", "loss"):
+def _compared(parallel: Parallel, program: Sequential, steps: int) -> tuple[list[Row], list[str], set[Any]]:
+    """Every row, notes, and what forward_backward has compared by itself. Collective."""
+    twin, whole = parallel_twin(parallel), sequential_twin(parallel)
+    rows, said = start(parallel, whole)
+    random = rng.states()
+    expected = alike(lambda: Trained() if whole is None else program.train(whole, steps), parallel.group(), "verify")
+    rng.restore(random)
+    found = _train(twin, program, steps, objects.broadcast(expected.rate, parallel.group(), WAITS, "verify"))
+    sides = compare.Sides(twin.parallel, band_of(parallel), expected, found)
+    rows += [compare.losses(sides), *compare.gradients(sides), *compare.weights(sides)]
+    return rows, said, twin.parallel.compared
+
+
+def _computes_wrong(rows: list[Row]) -> bool:
+    return not any(row.what == "start" for row in rows) and any(not row.ok for row in rows if row.what != "weight")
+
+
+def _where(parallel: Parallel, program: Sequential, compared: set[Any]) -> str:
+    """The module at which one more step begins to differ. Collective."""
+    twin, whole = parallel_twin(parallel), sequential_twin(parallel)
+    twin.parallel.compared = compared
+    random = rng.states()
+
+    def run() -> None:
+        rng.restore(random)
+        forward_backward(twin.model, program.loss_fn, program.inputs, program.targets)
+
+    return locate(twin, whole, program, band_of(parallel), run)
+
+
+def _cause(rows: list[Row], where: str) -> str:
+    """What the difference looks like at its first place: in the start, in a forward, in the order of a backward."""
+    for what in ("start", "gradient", "weight", "loss"):
         wrong = [row for row in rows if row.what == what and not row.ok]
         if wrong:
             row = wrong[-1]
-            of = f"{what} of {row.name}" if what != "loss" else f"loss of {row.name}"
-            return f"the {of} differs by {row.difference:.1e} of its size{f': {row.evidence}' * bool(row.evidence)}"
+            of = {"start": f"{row.name} at the start", "loss": f"loss of {row.name}"}.get(what, f"{what} of {row.name}")
+            said = f"the {of} differs by {row.difference:.1e} of its size{f': {row.evidence}' * bool(row.evidence)}"
+            return f"{where}; {said}" if where and what != "start" else said
     return ""
 
 
-def _train(twin: Twin, loss_fn: LossFn | None, inputs: Any, targets: Any, steps: int, rate: float) -> Trained:
+def _train(twin: Twin, program: Sequential, steps: int, rate: float) -> Trained:
     """The parallel program. Collective."""
     done = Trained()
     optimizers = twin.optimizers or [torch.optim.SGD(twin.parameters.values(), lr=rate)]
     for step in range(steps):
         twin.zero_grad()
-        done.losses.append(forward_backward(twin.model, loss_fn, inputs, targets).item())
+        loss = forward_backward(twin.model, program.loss_fn, program.inputs, program.targets)
+        done.losses.append(loss.item())
         if step == 0:
             done.gradients = {n: None if p.grad is None else p.grad.clone() for n, p in twin.parameters.items()}
         for optimizer in optimizers:
