@@ -1,8 +1,8 @@
 """How a rank runs one cell.
 
 Settings come with the source as JSON: cell (its number in the notebook), strategy, ranks (of the cell), threads,
-heard (output, see `flow`), random (rank 0's states, when this rank's may differ), record. What goes back with the
-reply: the error with the user's line, the digest of the random states, what was recorded and is not sent yet.
+heard (output, see `flow`), random (rank 0's states, when this rank's may differ), record, verify. What goes back with
+the reply: the error with the user's line, the digest of the random states, what was recorded and is not sent yet.
 """
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ class Cells:
             finally:
                 self._interrupts.end()
             reply = _reply(shell, result, self._interrupts.landed)
+            if self.world.verify and reply["status"] == "ok":
+                self.world.notes.append("--verify: no forward_backward in this cell, so nothing was compared")
         except KeyboardInterrupt:                      # it came before the first line, or after the last
             self._interrupts.end()
             reply = {"status": "error", "ename": "KeyboardInterrupt", "evalue": "", "traceback": [], "line": None}
@@ -76,6 +78,7 @@ class Cells:
         world.strategy = None if text is None else Strategy.parse(text)
         world.subset = None if len(self.ranks) == world.world_size else frozenset(self.ranks)
         world.recorder.enabled = bool(settings.get("record", True))
+        world.verify = bool(settings.get("verify"))
         if settings.get("random"):
             randomness.restore(randomness.from_text(settings["random"]))
         threads = int(settings.get("threads", 0))

@@ -30,6 +30,7 @@ class CellArguments:
     show_all: bool = False
     only: tuple[int, ...] | None = None
     local: bool = False
+    verify: bool = False
     compare: tuple[Strategy, ...] = ()
 
 
@@ -76,12 +77,13 @@ def read_cell(line: str) -> CellArguments:
         raise ValueError(f"--ranks is for cells without a strategy: {strategy or 'a strategy'} uses all its ranks")
     if strategy is not None and compare:
         raise ValueError(f'--compare names all strategies itself: --compare "{strategy} ; ..." with no strategy before')
-    alone = [name for name in ("--pull", "--timeout", "--show", "--local") if compare and name in given]
+    alone = [name for name in ("--pull", "--timeout", "--show", "--local", "--verify") if compare and name in given]
     if alone:
         raise ValueError(f"{', '.join(alone)} does not go with --compare, which shows its runs as one table (--out "
                          "NAME binds them)")
     return CellArguments(strategy, ranks, given.get("--out", ""), given.get("--pull", ()), given.get("--timeout"),
-                         show == "all", None if show in (None, "all") else show, given.get("--local", False), compare)
+                         show == "all", None if show in (None, "all") else show, given.get("--local", False),
+                         given.get("--verify", False), compare)
 
 
 def read_verb(line: str) -> VerbArguments:
@@ -164,6 +166,8 @@ def _no_verb(verb: str, line: str) -> str:
         return f"%colossal {verb} ({VERBS_LATER[verb]}) is not built yet"
     if verb in CELL or verb in CELL_LATER:
         return f"{verb} belongs to a cell: write %%colossal {line} (two percent signs) as the cell's first line"
+    if f"--{verb}" in CELL:
+        return f"{verb} is an option of a cell: write %%colossal --{verb} as the cell's first line"
     near = [each for each in VERBS if len(verb) > 1 and each.startswith(verb)]
     near = near or get_close_matches(verb, VERBS, n=1, cutoff=0.6)
     if near:

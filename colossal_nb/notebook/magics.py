@@ -76,7 +76,7 @@ class Notebook:
         self._check_shown(arguments)
         with plainly("stopped before the cell ran on the ranks"):
             run = self.session.run(numbered(line, source), arguments.strategy, ranks=arguments.ranks,
-                                   timeout_s=arguments.timeout_s)
+                                   timeout_s=arguments.timeout_s, verify=arguments.verify)
         self._keep(run, arguments.out)
         output = CellOutput(run.ranks, self.page, bare=arguments.strategy is None, show_all=arguments.show_all,
                             only=arguments.only)

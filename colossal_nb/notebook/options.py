@@ -109,13 +109,13 @@ CELL = {option.name: option for option in (
     Option("--timeout", "10m", "interrupt the cell after this time (there is no limit otherwise)", seconds),
     Option("--show", "all|0", "every line of every rank on the page, or only these ranks' output", shown, ("all", "0")),
     Option("--local", "", "run the cell here in the kernel as well"),
+    Option("--verify", "", "check the first forward_backward against the sequential program, and some steps more"),
     Option("--compare", '"dp=4 ; tp=4"', "run the cell under each strategy and show one table", strategies),
 )}
 
 # Options of later versions: refused by name, so that nobody believes they did something.
 CELL_LATER = {
     "--watch": "live views of a running cell",
-    "--verify": "the check against one device",
     "--on-hang": "the end of a proven hang",
     "--memory": "a memory capacity for each engine",
     "--trace": "a trace of memory by source line",
@@ -165,7 +165,7 @@ VERBS = {
 VERBS_LATER = {
     "memory": "the memory view", "pipeline": "the pipeline view", "layout": "the layout view",
     "comm": "the communication view", "attach": "attaching to running engines", "plan": "planning without running",
-    "look": "the stacks of all ranks", "repair": "repair by hand", "verify": "the check against one device",
+    "look": "the stacks of all ranks", "repair": "repair by hand",
 }
 OPTIONS_LATER = {
     "start": {"--memory": "a memory capacity for each engine", "--profile": "engines on other hosts",

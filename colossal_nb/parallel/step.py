@@ -61,6 +61,10 @@ def forward_backward(
     Raises ValueError on all ranks for batches that differ between ranks and for losses that cannot be put together.
     """
     parallel = require(model)
+    if World.current().verify:
+        from colossal_nb.parallel.verify import verify_once
+
+        verify_once(model, loss_fn, inputs, targets)
     events.begin(parallel)
     if parallel.pending:
         from colossal_nb.parallel.parallelize import split

@@ -105,7 +105,8 @@ class World:
     Attributes: `rank`, `ranks` (the global ranks that work together), `world_size`, `epoch`, `device`, `recorder`,
     `ledger` (its device's memory, of `capacity_bytes` if given),
     `strategy` (the running cell's default, or None), `notes` (lines to tell the user once), `subset` (the ranks of a
-    cell that runs on some alone, or None), `interrupted` (set before an abort that means KeyboardInterrupt), `lives`
+    cell that runs on some alone, or None), `verify` (whether the next forward_backward is to be compared with the
+    sequential program first), `interrupted` (set before an abort that means KeyboardInterrupt), `lives`
     (rank -> which process with that number it is, where it is not the first), `parallels` (what the parallel models of
     this process carry).
     """
@@ -133,6 +134,7 @@ class World:
         self.ledger = Ledger(rank, self.recorder, capacity_bytes)
         self.notes: list[str] = []
         self.subset: frozenset[int] | None = None
+        self.verify = False
         self.interrupted = False
         self.lives: dict[int, int] = {}
         self.parallels: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -110,7 +110,7 @@ class Session:
 
     # cells
     def run(self, source: str, strategy: Strategy | str | None = None, *, ranks: Sequence[int] | None = None,
-            timeout_s: float | None = None, record: bool = True) -> Run:
+            timeout_s: float | None = None, record: bool = True, verify: bool = False) -> Run:
         """Send a cell to the ranks; the returned Run is then iterated to its end.
 
         Starts or grows the cluster if need be. `ranks` (some of them) is for cells without a strategy. Raises
@@ -123,7 +123,8 @@ class Session:
                 raise ValueError("--ranks is for cells without a strategy: a strategy says itself who works")
         self._settle()
         notes = self._upkeep.grow(wanted.needs if wanted is not None else (self.engines or DEFAULT_ENGINES))
-        return self._send(source, wanted, self._chosen(wanted, ranks), timeout_s, record, notes)
+        wishes = {"record": record, "verify": verify}
+        return self._send(source, wanted, self._chosen(wanted, ranks), timeout_s, wishes, notes)
 
     def _chosen(self, strategy: Strategy | None, ranks: Sequence[int] | None) -> tuple[int, ...]:
         if strategy is not None:
@@ -136,7 +137,7 @@ class Session:
         return chosen
 
     def _send(self, source: str, strategy: Strategy | None, chosen: tuple[int, ...], timeout_s: float | None,
-              record: bool, notes: list[str]) -> Run:
+              wishes: dict[str, bool], notes: list[str]) -> Run:
         upkeep, client, cell = self._upkeep, self._upkeep.client(), next(self._cells)
         assert client.door is not None
         filled = strategy.filled(self.engines) if strategy is not None else None
@@ -147,7 +148,7 @@ class Session:
             if len(chosen) < self.engines:
                 run.notes.append(f"{run.title} works on {len(chosen)} of {self.engines} engines; the rest wait")
         settings = {"cell": cell, "strategy": None if filled is None else str(filled), "ranks": list(chosen),
-                    "record": record, "threads": client.link.cores // self.engines or 1}
+                    "threads": client.link.cores // self.engines or 1, **wishes}
         content = {"code": source, "silent": False, "store_history": True, "user_expressions": {},
                    "allow_stdin": False, "stop_on_error": False}
         parents: dict[str, int] = {}

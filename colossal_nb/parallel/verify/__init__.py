@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from colossal_nb.parallel import objects, report
-from colossal_nb.parallel.handle import Parallel, require, text
+from colossal_nb.parallel.handle import Parallel, require, tell, text
 from colossal_nb.parallel.outcome import alike
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.saving import rng
@@ -29,7 +29,11 @@ from colossal_nb.parallel.verify.start import start
 from colossal_nb.parallel.verify.twins import WAITS, Twin, parallel_twin, sequential_twin
 from colossal_nb.parallel.world import World
 
-__all__ = ["Row", "Verification", "verify"]
+__all__ = ["NotSequential", "Row", "Verification", "verify"]
+
+
+class NotSequential(RuntimeError):
+    """The parallel program of a cell is not the sequential one; the text is the whole report."""
 
 
 def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any = None, steps: int = 3) -> Verification:
@@ -51,6 +55,17 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
     program = Sequential(loss_fn, inputs, targets, parts, parallel.calls)
     with untouched(parallel):
         return _verify(parallel, program, steps, begun)
+
+
+def verify_once(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any) -> None:
+    """What `--verify` on a cell asks for: say the verdict. Raises NotSequential on all ranks where it is bad."""
+    World.current().verify = False
+    found = verify(model, loss_fn, inputs, targets)
+    if not found:
+        raise NotSequential(str(found))
+    tell(found.sentence)
+    for note in found.notes:
+        tell(note)
 
 
 def _verify(parallel: Parallel, program: Sequential, steps: int, begun: float) -> Verification:
