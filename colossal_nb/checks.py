@@ -50,10 +50,16 @@ def memory(record: Record, totals: Mapping[tuple[int, float], int] | None = None
 
 
 @_findings
-def adam_state(record: Record, tensors: Mapping[int, int], scalar_bytes: int = 4) -> Iterator[str]:
-    """M: Adam's state is twice the rank's parameters plus one scalar for each of its `tensors[rank]` tensors."""
+def adam_state(
+    record: Record, tensors: Mapping[int, int], scalar_bytes: int = 4, weight_bytes: int = 4
+) -> Iterator[str]:
+    """M: Adam's state is twice the rank's parameters plus one scalar for each of its `tensors[rank]` tensors.
+
+    With working weights of 2 bytes two moments and a master of 4 bytes each stand behind every one.
+    """
+    times = 2 if weight_bytes >= 4 else 3 * 4 // weight_bytes
     for rank, row in _last_samples(record).items():
-        expected = 2 * int(row["parameter"]) + scalar_bytes * tensors[rank]
+        expected = times * int(row["parameter"]) + scalar_bytes * tensors[rank]
         if row["optimizer"] != expected:
             yield f"rank {rank}: Adam's state is {row['optimizer']} B, expected {expected} B"
 

@@ -218,3 +218,5 @@ _RULES: dict[Callable[..., Any], Callable[[Callable[..., Any], dict[str, Any]], 
 }
 if hasattr(functional, "linear_cross_entropy"):
     _RULES[functional.linear_cross_entropy] = _classes
+LOSSES = frozenset(_RULES)
+"""torch's loss functions that can be means."""

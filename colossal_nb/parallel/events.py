@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from colossal_nb.parallel import memory
+from colossal_nb.parallel import loss_scale, memory
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.world import World
 from colossal_nb.record.recorder import Recorder, Token
@@ -58,5 +58,6 @@ def watch(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
         parallel.step += 1
         parallel.calls_in_step = 0
 
+    loss_scale.watch(parallel, optimizer)
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.origin import Origin
+from colossal_nb.parallel.precision import Precision
 from colossal_nb.parallel.undo import Changes
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, On, Strategy
@@ -42,6 +43,7 @@ class Parallel:
     pipeline: Pipeline | None = None
     tensor: Report | None = None
     dropout: KeyedDropout | None = None
+    precision: Precision = field(default_factory=Precision)
     changes: Changes = field(default_factory=Changes)
     origin: Origin = field(default_factory=Origin)
     pending: bool = False
@@ -103,6 +105,7 @@ class Parallel:
             model=memo[id(self.model)],
             parameters={name: memo[id(p)] for name, p in self.parameters.items()},
             forward=copy.deepcopy(self.forward, memo),
+            precision=self.precision.twin(),
             optimizers=[],
             origin=Origin(),
             hooked=set(),

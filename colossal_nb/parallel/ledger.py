@@ -6,7 +6,7 @@ hooks on saved tensors, which cost nothing measurable. Temporaries inside an ope
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -148,17 +148,24 @@ class Ledger:
         self._bytes[entry.where][entry.category] -= entry.size
         self._total[entry.where] -= entry.size
 
-    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, prefix: str = "") -> None:
+    def watch(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        prefix: str = "",
+        masters: Container[int] = (),
+    ) -> None:
         """Count a model's parameters and buffers, its gradients as they come, and the optimizer's states.
 
-        Again after parameters were replaced or cut: what is known already stays as it is.
+        Again after parameters were replaced or cut: what is known already stays as it is. `masters`: the ids of
+        parameters that the optimizer alone works on, while forwards have copies of lower precision.
         """
         for name, module in model.named_modules(prefix=prefix):
             self._modules[id(module)] = weakref.ref(module), name or type(model).__name__
         for name, parameter in model.named_parameters(prefix=prefix):
             layout = layout_of(parameter)
             if layout is None or layout.local_shape(self.rank) is not None:  # else the placeholder of another stage
-                self.track(parameter, "parameter", name)
+                self.track(parameter, "optimizer" if id(parameter) in masters else "parameter", name)
             self._watch_gradient(parameter, name)
         for name, buffer in model.named_buffers(prefix=prefix):
             self.track(buffer, "buffer", name)

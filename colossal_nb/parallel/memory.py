@@ -18,7 +18,7 @@ _LOOKS = 2
 def watch(parallel: Parallel) -> None:
     """Count what a model and its optimizers hold; again after the passes have cut it."""
     own = World.current().ledger
-    own.watch(parallel.model)
+    own.watch(parallel.model, masters=parallel.precision.weights)
     for optimizer in parallel.optimizers:
         own.watch_states(optimizer, parallel.model)
     own.sample()

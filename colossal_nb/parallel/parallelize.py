@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from colossal_nb.parallel.dropout import KeyedDropout
 from colossal_nb.parallel.handle import Parallel, attach, find, require_cell, tell, text
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.origin import Origin
+from colossal_nb.parallel.precision import Precision, raise_masters
 from colossal_nb.parallel.undo import noted
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, Strategy
@@ -57,6 +59,7 @@ def parallelize(
     model.to(world.device)
     options = {"cuts": cuts, "stage_weights": stage_weights}
     parallel = Parallel(model, wanted, mesh, dict(model.named_parameters()), model.forward, options)
+    parallel.precision = Precision.of(wanted)
     _compare_weights(parallel)
     parallel.origin = Origin.of(parallel.parameters)
     _set_up(parallel, optimizer)
@@ -71,6 +74,7 @@ def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None
         parallel.dropout = KeyedDropout(model, _common_seed(parallel))
     if optimizer is not None:
         parallel.optimizers.append(optimizer)
+    raise_masters(parallel)
     distribute(parallel)
     plain.install(parallel)
     state.hook_state_dicts(model)
@@ -142,6 +146,7 @@ def forget_graphs(parallel: Parallel) -> None:
 def _layouts(parallel: Parallel) -> None:
     """Give every parameter that no pass touched the layout of a copy, and write all to the record."""
     recorder, rank = World.current().recorder, parallel.rank
+    parallel.precision.refresh(parallel)
     for name, p in parallel.parameters.items():
         layout = layout_of(p)
         if layout is None:
@@ -149,7 +154,9 @@ def _layouts(parallel: Parallel) -> None:
             set_layout(p, layout)
         local = layout.local_shape(rank)
         if local is not None:
-            recorder.layout(name, layout.to_json(), str(list(p.shape)), p.numel() * p.element_size())
+            dtype = parallel.precision.dtype_of(p)
+            here = replace(layout, dtype=str(dtype).removeprefix("torch."))
+            recorder.layout(name, here.to_json(), str(list(p.shape)), p.numel() * dtype.itemsize)
 
 
 def _check_model(model: Any) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from colossal_nb.parallel import objects
 from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.handle import NAME, Parallel, require_cell
+from colossal_nb.parallel.scaled import scaled
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.unread import whole
@@ -79,11 +79,13 @@ def _wants_gradients(parallel: Parallel) -> bool:
 
 def _forward(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One replica's output on its last stage, logits gathered over tp; None on other stages."""
-    with parallel.running():
+    own = parallel.precision
+    with parallel.running(), own.working(parallel), own.own_losses(), own.installed():
+        args, kwargs = own.lower((args, kwargs))
         if parallel.pipeline is None:
-            return gather(parallel.forward(*args, **kwargs))
+            return own.raised(gather(parallel.forward(*args, **kwargs)))
         outputs = parallel.pipeline.forward_only([(args, kwargs)])
-        return gather(outputs[0]) if parallel.is_last else None
+        return own.raised(gather(outputs[0])) if parallel.is_last else None
 
 
 def _delivered(parallel: Parallel, output: Any) -> Any:
@@ -133,22 +135,6 @@ def _joined(parallel: Parallel, output: Any, sizes: list[int], rows: int, weight
         return reduce_from(scaled(leaf, parallel.replicas) * share, mesh, "dp", of="outputs")
 
     return rebuild(output, join)
-
-
-class _Scaled(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * ctx.factor, None
-
-
-def scaled(x: Tensor, factor: int) -> Tensor:
-    """`x`; its gradient times `factor`."""
-    return _Scaled.apply(x, factor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _average_hooks(parallel: Parallel) -> None:

@@ -97,6 +97,7 @@ class _Stock:
     states: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     settings: list[list[dict[str, Any]]] = field(default_factory=list)
     position: tuple[int, int, int, float] = (0, 0, 0, 0.0)
+    scale: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class _Part:
 
 
 def _move(parallel: Parallel, wanted: Strategy, group: Group) -> None:
-    old, options = parallel.strategy, parallel.options
+    old, options, precision = parallel.strategy, parallel.options, parallel.precision
     stock = _stock(parallel, group)
     if parallel.rank >= parallel.mesh.size:
         _catch_up(parallel, stock)
@@ -119,6 +120,7 @@ def _move(parallel: Parallel, wanted: Strategy, group: Group) -> None:
     try:
         _settle(parallel, wanted, {"cuts": None, "stage_weights": None}, group)
     except ValueError:
+        parallel.precision = precision
         _settle(parallel, old, options, group)
         for name, p in parallel.parameters.items():
             p.grad = gradients[name]
@@ -143,6 +145,7 @@ def _stock(parallel: Parallel, group: Group) -> _Stock:
         for optimizer in parallel.optimizers
     ]
     mine.position = parallel.calls, parallel.calls_in_step, parallel.step, parallel.loss
+    mine.scale = parallel.precision.position()
     told: list[_Stock] = objects.all_gather(mine, group, "redistribute")
     whole = replace(told[0], gradients={}, states=[{} for _ in parallel.optimizers])
     for other in told:
@@ -159,6 +162,7 @@ def _told(p: Tensor, entry: dict[str, Any]) -> dict[str, Any]:
 def _catch_up(parallel: Parallel, stock: _Stock) -> None:
     """A rank that waited stands where the others stand."""
     parallel.calls, parallel.calls_in_step, parallel.step, parallel.loss = stock.position
+    parallel.precision.go_on(stock.scale)
     for optimizer, settings in zip(parallel.optimizers, stock.settings, strict=True):
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
@@ -204,6 +208,7 @@ def _make_whole(parallel: Parallel, way: _Way) -> None:
 def _settle(parallel: Parallel, strategy: Strategy, options: dict[str, Any], group: Group) -> None:
     """Distribute a model that is whole. Raises ValueError on all ranks of the group, the model being whole again."""
     parallel.strategy, parallel.mesh, parallel.options = strategy, strategy.mesh(), options
+    parallel.precision = parallel.precision.moved(strategy)
     parallel.pipeline = parallel.tensor = None
     parallel.changes, parallel.pending = Changes(), False
     parallel.compared.clear()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import agree, events, gradients, memory, outputs
+from colossal_nb.parallel import agree, events, gradients, loss_scale, memory, outputs
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel, require
@@ -27,13 +28,14 @@ class Done:
     """What one rank made of its pieces: parts of the loss (on the last stage) and, where asked for, outputs.
 
     `samples` of the batch are in `total` parts. `keep`: "" (nothing), "all", or "some": as many samples as the
-    comparison of the parts' losses may see.
+    comparison of the parts' losses may see. Gradients are those of the sums divided by `unit`.
     """
 
     pieces: list[Piece]
     keep: str
     samples: int
     total: int
+    unit: float = 1.0
     parts: list[Part] = field(default_factory=list)
     kept: outputs.Kept = field(default_factory=list)
 
@@ -75,28 +77,37 @@ def forward_backward(
     inputs, targets = move(inputs, parallel.device), move(targets, parallel.device)
     samples = batch_size(inputs)
     mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
-    with gradients.kept_apart(list(parallel.held().values())):
+    total, held = parallel.replicas * len(mine), list(parallel.held().values())
+    fresh = not parallel.accumulating and all(p.grad is None for p in held)
+    with gradients.kept_apart(held):
+        unit = _unit(parallel, targets)
         keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples, uneven=False) else ""
-        done, totals = _attempt(parallel, loss_fn, mine, keep, samples, data)
+        done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, unit), data)
         if not keep and _compares(parallel, loss_fn, samples, uneven=totals.uneven):
             # Its parts count unequally for the first time, and their outputs are gone: once more, to compare.
             for p in parallel.held().values():
                 p.grad = None
             with untouched(model):
-                done, totals = _attempt(parallel, loss_fn, mine, "some", samples, data)
+                done, totals = _attempt(parallel, loss_fn, Done(mine, "some", samples, total, unit), data)
         if loss_fn is not None and _compares(parallel, loss_fn, samples, uneven=totals.uneven):
             outputs.compare(parallel, loss_fn, done.kept, targets, samples)
             parallel.compared |= {(outputs.kind(loss_fn), uneven) for uneven in (False, totals.uneven)}
-        gradients.finish(parallel, totals.active, 1 if _at_once(parallel, mine) else totals.count)
+        gradients.finish(parallel, totals.active, 1 if _at_once(parallel, mine) else totals.count / unit)
+        loss_scale.seen(parallel, fresh)
     events.stepped(parallel, totals.loss)
     loss = totals.tensor(parallel.device)
     return (loss, outputs.whole(parallel, done.kept)) if return_output else loss
 
 
-def _attempt(
-    parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], keep: str, samples: int, data: int
-) -> tuple[Done, agree.Totals]:
-    done = Done(mine, keep, samples, parallel.replicas * len(mine))
+def _unit(parallel: Parallel, targets: Any) -> float:
+    """By what sums of losses are divided before their backward, the same on all ranks: 1, since the count of a mean is
+    known afterwards; in fp16, whose range a sum over many tokens would leave, about the number of targets."""
+    if parallel.precision.scale is None:
+        return 1.0
+    return 2.0 ** math.ceil(math.log2(max([1, *(leaf.numel() for leaf in leaves(targets))])))
+
+
+def _attempt(parallel: Parallel, loss_fn: LossFn | None, done: Done, data: int) -> tuple[Done, agree.Totals]:
     _run(parallel, loss_fn, done)
     return done, agree.totals(parallel, done.parts, data)
 
@@ -118,7 +129,8 @@ def _run(parallel: Parallel, loss_fn: LossFn | None, done: Done) -> None:
     """Forward and backward of this rank's pieces; gradients are those of the sums."""
     mine = done.pieces
     keyed = parallel.dropout if parallel.dropout is not None and parallel.model.training else None
-    with parallel.running(), torch.enable_grad(), memory.activations(), keyed.running() if keyed else nullcontext():
+    masks = keyed.running() if keyed else nullcontext()
+    with parallel.running(), torch.enable_grad(), parallel.precision.working(parallel), memory.activations(), masks:
         if parallel.pipeline is None:
             for number, piece in enumerate(mine):
                 _piece(parallel, loss_fn, piece, number, done)
@@ -133,19 +145,43 @@ def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int
     if parallel.dropout is not None and parallel.model.training:
         parallel.dropout.begin(parallel.calls, piece.start, piece.stop)
     try:
-        args, kwargs = arguments(piece.inputs)
-        with CountingMeans() if loss_fn is None else nullcontext() as means:
+        args, kwargs = parallel.precision.lower(arguments(piece.inputs))
+        with _own_loss(parallel, loss_fn) as means, parallel.precision.installed():
             output = parallel.model(*args, **kwargs)
-        result = measured(loss_fn, output, piece, Seen() if means is None else means.taken(), done.samples)
-        done.add(result, output, piece)
+        result = _finished(parallel, loss_fn, output, piece, Seen() if means is None else means.taken(), done)
     finally:
         recorder.end(token)
     memory.sample()
     token = recorder.begin("B", stage=0, microbatch=number)
     try:
-        result.backward(result.count if result.count and _at_once(parallel, done.pieces) else 1)
+        with parallel.precision.installed():  # blocks may run again
+            result.backward(result.count if result.count and _at_once(parallel, done.pieces) else done.unit)
     finally:
         recorder.end(token)
+
+
+@contextmanager
+def _own_loss(parallel: Parallel, loss_fn: LossFn | None) -> Iterator[CountingMeans | None]:
+    """Around forwards: sees the means inside the model where its own loss is taken."""
+    if loss_fn is not None:
+        yield None
+        return
+    with CountingMeans() as means, parallel.precision.own_losses():
+        yield means
+
+
+def _finished(
+    parallel: Parallel, loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, done: Done
+) -> Part:
+    """The loss of one piece, in fp32 and kept with its output."""
+    own = parallel.precision
+    if loss_fn is not None:
+        output = own.raised(output)
+    result = measured(loss_fn, output, piece, seen, done.samples)
+    if loss_fn is None:
+        result = replace(result, value=own.raised(result.value))
+    done.add(result, output, piece)
+    return result
 
 
 def measured(loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, batch: int) -> Part:
@@ -180,20 +216,21 @@ def _trainable(result: Part) -> Part:
 def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], done: Done) -> None:
     """The schedule's actions; the loss is taken where the last stage ends."""
     assert parallel.pipeline is not None
-    with CountingMeans() if loss_fn is None else nullcontext() as means:
+    own = parallel.precision
+    with _own_loss(parallel, loss_fn) as means, own.installed():
 
         def loss_of(output: Any, number: int) -> tuple[Tensor, None]:
             seen = Seen() if means is None else means.taken()
-            result = measured(loss_fn, output, mine[number], seen, done.samples)
-            done.add(result, output, mine[number])
-            return result.value * result.weight, None
+            with own.installed(low=False):
+                result = _finished(parallel, loss_fn, output, mine[number], seen, done)
+            return result.value * (result.weight / done.unit), None
 
         def begin(number: int, site: int) -> None:
             if site == 0 and parallel.dropout is not None:
                 parallel.dropout.begin(parallel.calls, mine[number].start, mine[number].stop)
 
         keyed = parallel.dropout is not None and parallel.model.training
-        given = [arguments(piece.inputs) for piece in mine]
+        given = [own.lower(arguments(piece.inputs)) for piece in mine]
         parallel.pipeline.run_step(given, loss_of, begin if keyed else None)
 
 

@@ -7,8 +7,10 @@ from fractions import Fraction
 
 from colossal_nb.plan.strategy import Strategy
 
-# Bytes per parameter: working weight, its gradient, the optimizer's state. Adam keeps two fp32 moments, and an fp32
-# master where the working weights are of 16 bits; SGD keeps nothing but that master.
+# Bytes per parameter: working weight, its gradient, the optimizer's state. Gradients add up in fp32 whatever the
+# precision. Adam keeps two fp32 moments, and an fp32 master where the working weights are of 16 bits; SGD keeps nothing
+# but that master.
+_GRADIENT_BYTES = 4
 _WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENT_BYTES = {"adam": 8, "sgd": 0, "momentum": 4}
 
@@ -30,7 +32,8 @@ class StateBytes:
 def state_bytes(strategy: Strategy, optimizer: str = "adam") -> StateBytes:
     """What each parameter costs between steps; optimizers: adam, sgd, momentum (one fp32 moment).
 
-    zero=1 divides the optimizer's part by dp, zero=2 the gradient as well, zero=3 all (ZeRO, arXiv 1910.02054).
+    zero=1 divides the optimizer's part by dp, zero=2 the gradient as well, zero=3 all (ZeRO, arXiv 1910.02054, which
+    counts gradients of 2 bytes).
     """
     if optimizer not in _MOMENT_BYTES:
         raise ValueError(f"optimizers are {', '.join(_MOMENT_BYTES)}; {optimizer!r} is none of them")
@@ -39,7 +42,7 @@ def state_bytes(strategy: Strategy, optimizer: str = "adam") -> StateBytes:
     shards = strategy.dp or 1
     return StateBytes(
         parameter=Fraction(weight, shards if strategy.zero >= 3 else 1),
-        gradient=Fraction(weight, shards if strategy.zero >= 2 else 1),
+        gradient=Fraction(_GRADIENT_BYTES, shards if strategy.zero >= 2 else 1),
         optimizer=Fraction(master + _MOMENT_BYTES[optimizer], shards if strategy.zero >= 1 else 1),
     )
 

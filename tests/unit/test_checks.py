@@ -34,6 +34,9 @@ def test_adam_keeps_two_moments_and_a_scalar_per_tensor():
     record = Record.of(memory=[sample(0, 0.0), sample(0, 1.0, parameter=100, optimizer=212)])
     assert checks.adam_state(record, {0: 3}) == []
     assert checks.adam_state(record, {0: 2}) == ["rank 0: Adam's state is 212 B, expected 208 B"]
+    mixed = Record.of(memory=[sample(0, 1.0, parameter=50, optimizer=312)])  # 25 numbers: 2 B, and 4 + 8 B
+    assert checks.adam_state(mixed, {0: 3}, weight_bytes=2) == []
+    assert checks.adam_state(mixed, {0: 3}) == ["rank 0: Adam's state is 312 B, expected 112 B"]
 
 
 def test_metered_peak_is_the_allocators():

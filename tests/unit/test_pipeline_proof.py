@@ -217,7 +217,7 @@ def test_fused_kernels_are_off_only_inside() -> None:
 
 
 def stepped(model: nn.Module, expected: set[str], called: set[str], *args: Any, head: int | None = None) -> FirstStep:
-    guard = FirstStep(model, frozenset(expected), frozenset(called))
+    guard = FirstStep(model, dict(model.named_parameters()), frozenset(expected), frozenset(called))
     model.zero_grad()
     with guard.watching():
         output = model(*args)

@@ -42,10 +42,11 @@ def test_unknown_is_refused(op, ranks, said):
     ("", "sgd", 8),
     ("", "momentum", 12),
     ("dp=4", "adam", 16),
-    ("precision=bf16", "adam", 16),  # 2 + 2 + 12
-    ("dp=4 zero=1 precision=bf16", "adam", 4 + 3),  # 4 + 12/d
-    ("dp=4 zero=2 precision=bf16", "adam", Fraction(2) + Fraction(14, 4)),
-    ("dp=4 zero=3 precision=bf16", "adam", 4),
+    ("precision=bf16", "adam", 18),  # 2 + 4 + 12: gradients are fp32
+    ("precision=fp16", "sgd", 10),  # 2 + 4 + 4
+    ("dp=4 zero=1 precision=bf16", "adam", 6 + 3),  # 6 + 12/d
+    ("dp=4 zero=2 precision=bf16", "adam", 2 + 4),  # 2 + 16/d
+    ("dp=4 zero=3 precision=bf16", "adam", Fraction(18, 4)),
     ("dp=4 zero=1", "adam", 8 + 2),
 ])  # fmt: skip
 def test_bytes_per_parameter(text, optimizer, total):

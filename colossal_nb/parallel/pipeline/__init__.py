@@ -117,7 +117,7 @@ class Pipeline:
         """
         if self.stepped or not microbatches:
             return self._run_step(microbatches, loss_of, borders, None)
-        guard = FirstStep(self.model, self.proof.reached[self.number], self.called)
+        guard = FirstStep(self.model, self.parameters, self.proof.reached[self.number], self.called)
         with guard.watching():
             return self._run_step(microbatches, guard.seeing(loss_of), borders, guard)
 

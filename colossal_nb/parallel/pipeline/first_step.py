@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,16 @@ class FirstStep:
     model), or its module was not called in this batch although it can be (an expert that no sample chose).
     """
 
-    def __init__(self, model: nn.Module, expected: frozenset[str], called: frozenset[str]) -> None:
-        """expected: the parameters with a gradient on this stage; called: the modules that the record saw called."""
-        self.model, self.expected, self.known_calls = model, expected, called
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        expected: frozenset[str],
+        called: frozenset[str],
+    ) -> None:
+        """parameters: the model's, in whose place forwards may see copies; expected: those with a gradient on this
+        stage; called: the modules that the record saw called."""
+        self.model, self.parameters, self.expected, self.known_calls = model, parameters, expected, called
         self.called: set[nn.Module] = set()
         self.read: set[int] = set()
 
@@ -48,7 +55,7 @@ class FirstStep:
         """Raises RuntimeError naming the parameters that have no gradient for no good reason."""
         lost = [
             name
-            for name, parameter in self.model.named_parameters()
+            for name, parameter in self.parameters.items()
             if name in self.expected
             and parameter.requires_grad
             and parameter.grad is None

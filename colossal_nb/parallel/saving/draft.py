@@ -114,7 +114,8 @@ def _position(parallel: Parallel | None) -> dict[str, Any] | None:
     if parallel is None:
         return None
     seed = None if parallel.dropout is None else parallel.dropout.seed
-    return {"calls": parallel.calls, "step": parallel.step, "seed": seed}
+    scale = parallel.precision.position()
+    return {"calls": parallel.calls, "step": parallel.step, "seed": seed, "scale": scale}
 
 
 def check_alike(drafts: list[dict[str, Any]], group: Group) -> None:

@@ -74,4 +74,5 @@ def go_on(parallel: Parallel, position: dict[str, Any] | None) -> None:
         parallel.calls, parallel.step, parallel.calls_in_step = position["calls"], position["step"], 0
         if parallel.dropout is not None and position["seed"] is not None:
             parallel.dropout.seed = position["seed"]
+        parallel.precision.go_on(position.get("scale"))
     memory.watch(parallel)
