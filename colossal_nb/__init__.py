@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from colossal_nb.parallel.loader import loader as loader
     from colossal_nb.parallel.once import once as once
     from colossal_nb.parallel.parallelize import parallelize as parallelize
+    from colossal_nb.parallel.recover import recover as recover
     from colossal_nb.parallel.redistribute import redistribute as redistribute
     from colossal_nb.parallel.state import full as full
     from colossal_nb.parallel.state import full_grad as full_grad
@@ -38,6 +39,7 @@ _HOME = {
     "log": "colossal_nb.parallel.step",
     "once": "colossal_nb.parallel.once",
     "parallelize": "colossal_nb.parallel.parallelize",
+    "recover": "colossal_nb.parallel.recover",
     "redistribute": "colossal_nb.parallel.redistribute",
     "save": "colossal_nb.parallel.checkpoint",
     "schedule": "colossal_nb.plan",
@@ -59,6 +61,7 @@ __all__ = [
     "models",
     "once",
     "parallelize",
+    "recover",
     "redistribute",
     "save",
     "schedule",

@@ -39,6 +39,7 @@ def live(rank: int, life: int, parent: int, directory: str, order: dict[str, Any
     side.phase("connected")
     side.start()
     world = World.start(rank, int(order["world_size"]), store, epoch=int(order["epoch"]), recorder=recorder)
+    world.stopping, interrupts.stopping.land = interrupts.stopping, interrupts.agreed
     side.world = world
     cells = Cells(world, side, interrupts, flow)
     timing.install(lambda key, value: _agree(store, cells, key, value))

@@ -7,6 +7,9 @@ that is under way. Elsewhere it stays due, and the side thread knocks again (`se
 What has landed may still be lost, in a callback of a weak reference (which Python only prints: `sys.unraisablehook`
 tells us) or in a library's bare `except`. Then it is due again, at the next line of the code *below* the one that lost
 it, where a trace function waits for it: in a loop that is nearly always in there no signal would find another place.
+While a model is being trained the first press waits a moment for the ranks to agree (`parallel.stopping`): they then
+raise it all at the same place, by `agreed`. An optimizer's step() is not left half-way either, if it ends soon.
+
 An `except KeyboardInterrupt` of the user's, in the cell or in a module that is not installed, is final: what follows
 it runs on, as it would in a plain kernel. Nothing is raised while a `finally` or `except` works on the first one; only
 the next press ends that.
@@ -27,18 +30,21 @@ from typing import Any
 from IPython.core.interactiveshell import InteractiveShell
 
 from colossal_nb.engine.loops import PrivateLoop
+from colossal_nb.parallel.stopping import HOLD_S, Stopping
 
 QUICK_S = 0.3
 """Presses that follow each other faster are one."""
 _AGAIN_S = 0.3                # after which one that has landed must have left the code that it interrupted
 _PATIENCE_S = 1.0             # with finalizers and exits, and with IPython before the first line or after the last
 _KNOCK_S = 0.02
+_COMES_S = 2.0                # after which this rank's press has come where another's has landed on all
 _EXITS = frozenset({"__del__", "__exit__", "__aexit__"})
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BOOKKEEPING = (_OURS + os.path.join("parallel", "ledger.py"), _OURS + os.path.join("record", ""))
 _SHELL = frozenset(getattr(InteractiveShell, name).__code__ for name in (
     "run_cell", "_run_cell", "run_cell_async", "run_ast_nodes", "run_code"))
 _LOOP = PrivateLoop.__call__.__code__
+_STEP = os.path.join("torch", "optim", "optimizer.py")
 _INSTALLED = tuple(path + os.sep for path in {
     *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), os.path.dirname(os.__file__)} if path)
 
@@ -64,6 +70,9 @@ class Interrupts:
         self._loser: CodeType | None = None            # the library's code that has lost one
         self._traced = False                           # a trace function waits to raise what is due
         self._before: list[BaseException] = []         # what the main thread already handled at the press
+        self._held_until = 0.0                         # a press waits for the ranks to agree
+        self._follows_until = 0.0                      # the press that belongs to an agreed one is on its way
+        self.stopping = Stopping()
         self.begun = 0.0
         """When the cell began, by this process's performance counter."""
         self.landed = False
@@ -78,6 +87,8 @@ class Interrupts:
         with self._lock:
             self._cell = number
             self._due, self._raised, self._traced, self._loser = False, None, False, None
+            self._held_until = self._follows_until = 0.0
+            self.stopping.asked = False
             self._raised_at = float("-inf")            # a press in the cell before is another press
             self.landed = number <= self._until
         self.begun = time.perf_counter()
@@ -91,6 +102,8 @@ class Interrupts:
         with self._lock:
             self._cell = 0
             self._due, self._raised, self._before = False, None, []
+            self._held_until = 0.0
+            self.stopping.asked = False
         if self._traced:
             self._traced = False
             sys.settrace(None)
@@ -122,6 +135,15 @@ class Interrupts:
         self._due, self._raised, self._raised_at, self._loser = False, error, time.monotonic(), None
         return error
 
+    def agreed(self) -> KeyboardInterrupt:
+        """All ranks raise now, whether this one's press has come or not."""
+        with self._lock:
+            if not self._held_until:
+                self._follows_until = time.monotonic() + _COMES_S
+            self._held_until, self.landed = 0.0, True
+            self._before = list(_chain(sys.exc_info()[1]))
+            return self._landing()
+
     def _wait_in(self, frame: FrameType | None) -> None:
         """Raise what is due at the next line of this frame or of one below, unless somebody else is tracing."""
         if sys.gettrace() is not None:
@@ -142,6 +164,8 @@ class Interrupts:
             frame = frame.f_back
 
     def _may_land(self, frame: FrameType | None, late: bool) -> bool:
+        if not late and _in_a_step(frame):
+            return False
         while frame is not None:
             code = frame.f_code
             if code.co_filename.startswith(_BOOKKEEPING) or (code.co_name in _EXITS and not late):
@@ -164,6 +188,29 @@ class Interrupts:
         return hook
 
     # from the side thread
+    def holds(self, cell: int) -> bool:
+        """Whether a press on this cell need not land by itself: the ranks are about to agree on it, or have."""
+        now = time.monotonic()
+        with self._lock:
+            if self._cell != cell:
+                return False
+            if now < self._follows_until:
+                self._follows_until = 0.0
+                return True
+            if self._held_until:
+                return now < self._held_until - HOLD_S + QUICK_S
+            if self._due or self._raised is not None or not self.stopping.near:
+                return False
+            self._until = max(self._until, cell)
+            self._held_until = now + HOLD_S
+            self.stopping.asked = True
+            return True
+
+    @property
+    def overdue(self) -> int:
+        """The cell whose press has waited long enough, 0 if there is none."""
+        return self._cell if 0 < self._held_until < time.monotonic() else 0
+
     def interrupt(self, cell: int) -> bool:
         """Interrupt this cell now, or when it begins. True if it runs now."""
         now = time.monotonic()
@@ -171,6 +218,7 @@ class Interrupts:
             self._until = max(self._until, cell)
             if self._cell != cell:
                 return False
+            self._held_until, self.stopping.asked = 0.0, False
             self.landed = True
             if self._due or now - self._raised_at < QUICK_S:
                 return True
@@ -189,7 +237,7 @@ class Interrupts:
             return _KNOCK_S
         error = self._raised
         if error is None:
-            return float("inf")
+            return _KNOCK_S if self._held_until else float("inf")
         if time.monotonic() - self._raised_at >= _AGAIN_S and not _among(error, _chain(self._handled())):
             self._judge(error)
         return _AGAIN_S / 3
@@ -215,6 +263,15 @@ class Interrupts:
     def _knock(self) -> None:
         assert self._main.ident is not None
         signal.pthread_kill(self._main.ident, signal.SIGINT)
+
+
+def _in_a_step(frame: FrameType | None) -> bool:
+    """Whether an optimizer updates its weights: torch wraps every step() in a function of this name."""
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename.endswith(_STEP):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _below(frame: FrameType | None, code: CodeType | None) -> FrameType | None:

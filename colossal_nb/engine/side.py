@@ -77,6 +77,8 @@ class Side(threading.Thread):
     def _turn(self) -> None:
         wait_s = 0.01 if self._phases or not self.world else max(0.0, self._due - time.monotonic())
         wait_s = min(wait_s, self._interrupts.settle())
+        if cell := self._interrupts.overdue:
+            self._press(cell)
         if self._socket.poll(int(wait_s * 1000) + 1):
             self._obey(unpack(self._socket.recv_multipart()))
         while self._phases:
@@ -120,6 +122,10 @@ class Side(threading.Thread):
             return
         if cell >= self._interrupts.running > 0:
             world.interrupted = True
+        if not self._interrupts.holds(cell):
+            self._press(cell)
+
+    def _press(self, cell: int) -> None:
         if self._interrupts.interrupt(cell):
             self._state("waiting" if self._waits() else "computing", self._waits())
             self._reason = "interrupted"

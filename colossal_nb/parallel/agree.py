@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
+from colossal_nb.parallel import trouble
 from colossal_nb.parallel.batch import checksum, odd_ranks, ranks_text
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.losses import FIX, Part
 from colossal_nb.parallel.structure import leaves
+from colossal_nb.parallel.world import World
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_FIXED = 8  # sum, count, mixed counts, their spread, dtype, samples, spread of the counts, inexact parts
+_FIXED = 9  # sum, count, mixed counts, their spread, dtype, samples, spread of the counts, inexact parts, stops
 FIRST_CALLS = 3  # after parallelize, whose batches are compared whole and before anything is computed
 SAMPLED = 1 << 14  # elements of each tensor that are compared in later calls
 
@@ -54,7 +56,8 @@ def totals(parallel: Parallel, parts: list[Part], data: int) -> Totals:
         # dtype: every replica that computed a loss wrote the same one into its own place of a sum.
         group.run("all_reduce", [row], of="loss")
         _refuse_odd([group.ranks[index] for index in odd_ranks(row[-group.size :].tolist())])
-    total, count, mixed, spread, code, samples, counts_spread, inexact = row[:_FIXED].tolist()
+    total, count, mixed, spread, code, samples, counts_spread, inexact, stops = row[:_FIXED].tolist()
+    _stop(parallel, stops)
     if _not_proportional(spread, count, mixed):
         raise ValueError(
             "loss_fn adds means over different counts, and their ratio is not the same in every part of the batch, so "
@@ -64,6 +67,15 @@ def totals(parallel: Parallel, parts: list[Part], data: int) -> Totals:
     loss = total / count if count else math.nan
     uneven = inexact > 0 and _not_proportional(counts_spread, samples, count)
     return Totals(loss, count, _DTYPES[int(code)], active, uneven)
+
+
+def _stop(parallel: Parallel, stops: float) -> None:
+    """Where Stop was pressed on any rank all raise KeyboardInterrupt here, before the weights are touched."""
+    stopping = World.current().stopping
+    stopping.seen()
+    if stops:
+        trouble.stopped(parallel)
+        raise stopping.landed()
 
 
 def _not_proportional(spread: float, b: float, a: float) -> bool:
@@ -85,6 +97,7 @@ def _row(parallel: Parallel, parts: list[Part]) -> torch.Tensor:
         fixed[7] = sum(not part.exact for part in parts)
         if place["dp"] == 0:
             fixed[4] = _DTYPES.index(parts[0].dtype)
+    fixed[8] = float(World.current().stopping.asked)
     flags: list[float] = []
     if parallel.replicas > 1:
         flags = [float(p.grad is not None) for p in parallel.parameters.values()]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel import objects
+from colossal_nb.parallel import objects, trouble
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.outcome import alike, together
@@ -40,6 +40,8 @@ def save(path: str | PathLike[str], model: nn.Module, optimizer: Any = None, **e
     everything = contents(model, optimizer)
     parallel, group = everything.parallel, _group(everything.parallel)
     target = folder.agreed(path, group, "save")
+    if parallel is not None:
+        trouble.settle(parallel)
     if parallel is not None and parallel.accumulating:
         raise ValueError("save inside accumulate(model) would lose the gradients of the calls so far: save after it")
     states = {name: _state_of(name, value) for name, value in extra.items()}
@@ -60,6 +62,8 @@ def save(path: str | PathLike[str], model: nn.Module, optimizer: Any = None, **e
         if group.index == 0:
             folder.drop(target, own)
         raise
+    if parallel is not None:
+        parallel.saved = str(target)
 
 
 def load(path: str | PathLike[str], model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
@@ -82,6 +86,8 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: Any = None) -> 
     parallel = everything.parallel
     if parallel is not None:
         go_on(parallel, content["position"])
+        trouble.united(parallel)
+        parallel.saved = str(source)
     rng.restore(content["random"])
     return extra
 

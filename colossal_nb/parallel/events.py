@@ -16,6 +16,8 @@ def begin(parallel: Parallel) -> None:
     """Mark the begin of a step at its first forward_backward."""
     world = World.current()
     world.model = parallel
+    world.stopping.seen()
+    parallel.steps.entered = parallel.calls + 1
     if parallel.calls_in_step == 0:
         world.recorder.mark(parallel.step, "begin")
         if parallel.step == 0:
@@ -39,6 +41,7 @@ def running_step() -> int:
 def watch(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
     """Let every step() of the optimizer write its slice and end the step."""
     opened: list[tuple[Recorder, Token]] = []
+    number = parallel.optimizers.index(optimizer)
 
     def close() -> None:
         while opened:
@@ -49,8 +52,10 @@ def watch(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
         close()  # of a step that an error or an interrupt has ended
         recorder = World.current().recorder
         opened.append((recorder, recorder.begin("optimizer")))
+        parallel.steps.begin(number, optimizer)
 
     def after(*_: Any) -> None:
+        parallel.steps.finish(number)
         close()
         recorder = World.current().recorder
         recorder.mark(parallel.step, "end")

@@ -16,6 +16,7 @@ from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.origin import Origin
 from colossal_nb.parallel.precision import Precision
+from colossal_nb.parallel.steps import Steps
 from colossal_nb.parallel.undo import Changes
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, On, Strategy
@@ -31,7 +32,9 @@ NAME = "_colossal"
 @dataclass(eq=False)
 class Parallel:
     """`strategy` has its numbers filled in; `parameters` holds every parameter of the model once, in its order, also
-    those that lie on other pipeline stages. `pending`: the split waits for the first real batch."""
+    those that lie on other pipeline stages. `pending`: the split waits for the first real batch. `torn`: why the
+    weights are not those of one step (see `trouble`), `source`: the replica that is whole. `saved`: the checkpoint that
+    was written or read last. `moving`: buffers that a forward writes to, in training and in evaluation."""
 
     model: nn.Module
     strategy: Strategy
@@ -55,6 +58,11 @@ class Parallel:
     calls_in_step: int = 0
     step: int = 0
     loss: float = math.nan
+    steps: Steps = field(default_factory=lambda: Steps(World.current().era))
+    torn: str = ""
+    source: int | None = None
+    saved: str = ""
+    moving: dict[bool, set[str]] = field(default_factory=dict)
     lives: dict[int, int] = field(default_factory=lambda: dict(World.current().lives))
     _held: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -109,6 +117,8 @@ class Parallel:
             optimizers=[],
             origin=Origin(),
             hooked=set(),
+            steps=Steps(World.current().era, self.calls, self.calls),
+            moving={},
             _held={},
         )
         memo[id(self)] = twin

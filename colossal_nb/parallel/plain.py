@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import objects
+from colossal_nb.parallel import objects, trouble
 from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
@@ -57,6 +57,7 @@ def removed(parallel: Parallel) -> Iterator[None]:
 def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward of the global batch. Raises ValueError with pp > 1 while gradients are on."""
     require_cell(parallel)
+    trouble.settle(parallel)
     if parallel.pending:
         from colossal_nb.parallel.parallelize import split
 

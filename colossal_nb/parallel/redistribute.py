@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import events, memory, objects, optimizers
+from colossal_nb.parallel import events, memory, objects, optimizers, trouble
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel, find, holds, require_whole, tell, text
 from colossal_nb.parallel.layouts import layout_of, set_layout
@@ -55,6 +55,7 @@ def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | s
         raise ValueError("redistribute inside accumulate(model): the calls so far belong to one reduction; do it after")
     require_whole(parallel)
     group = _together(parallel, wanted)
+    alike(lambda: trouble.settle(parallel) if parallel.rank < parallel.mesh.size else None, group, "redistribute")
     if wanted == parallel.strategy:
         tell(f"this model is parallel already as {text(wanted) or 'one rank'}: redistribute changed nothing")
     else:
@@ -64,6 +65,7 @@ def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | s
             events.watch(parallel, each)
         _move(parallel, wanted, group)
         parallel.lives = dict(World.current().lives)
+        trouble.united(parallel)
         rng.restore(random)
     return model if optimizer is None else (model, optimizer)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import agree, events, gradients, loss_scale, memory, outputs
+from colossal_nb.parallel import agree, events, gradients, kept, loss_scale, memory, outputs, trouble
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel, require
@@ -63,6 +63,7 @@ def forward_backward(
     Raises ValueError on all ranks for batches that differ between ranks and for losses that cannot be put together.
     """
     parallel = require(model)
+    trouble.settle(parallel)
     if World.current().verify:
         from colossal_nb.parallel.verify import verify_once
 
@@ -79,7 +80,7 @@ def forward_backward(
     mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
     total, held = parallel.replicas * len(mine), list(parallel.held().values())
     fresh = not parallel.accumulating and all(p.grad is None for p in held)
-    with gradients.kept_apart(held):
+    with kept.buffers(parallel), gradients.kept_apart(held):
         unit = _unit(parallel, targets)
         keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples, uneven=False) else ""
         done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, unit), data)

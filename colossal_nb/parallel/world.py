@@ -9,6 +9,7 @@ from colossal_nb.parallel.agreement import block_bytes
 from colossal_nb.parallel.board import Board
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.ledger import Ledger
+from colossal_nb.parallel.stopping import Stopping
 from colossal_nb.parallel.transports.gloo import Endpoint, Gloo
 from colossal_nb.parallel.transports.meeting import PatientStore
 from colossal_nb.parallel.work import Released
@@ -138,6 +139,7 @@ class World:
         self.interrupted = False
         self.lives: dict[int, int] = {}
         self.parallels: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.stopping = Stopping()
         self.model: Any = None  # what the parallel model that ran last carries
         self.made_endpoint: Endpoint | None = None
         self._epoch = Epoch(self, epoch, store)
@@ -173,6 +175,11 @@ class World:
     @property
     def epoch(self) -> int:
         return self._epoch.number
+
+    @property
+    def era(self) -> object:
+        """The same object until the next `regroup`, which follows every stop and every error."""
+        return self._epoch
 
     @property
     def aborted(self) -> bool:

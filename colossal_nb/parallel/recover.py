@@ -1,0 +1,72 @@
+"""`recover`: torn replicas become equal again, as copies of one that is whole."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossal_nb.parallel import objects, trouble
+from colossal_nb.parallel.group import Group
+from colossal_nb.parallel.handle import Parallel, require, tell
+from colossal_nb.parallel.structure import rebuild
+
+
+def recover(model: nn.Module) -> None:
+    """After a stop or an error that left the weights of different steps on different ranks: make them one again.
+
+    Under dp the replica that has come furthest and is whole gives weights, buffers, optimizer states and settings to
+    the others; gradients are dropped. Says which step that is: what the program counts itself (a scheduler, a step
+    number) may be one ahead or behind. Collective.
+
+    Raises ValueError on all ranks where no replica is whole, naming the last checkpoint of the session.
+    """
+    parallel = require(model)
+    try:
+        trouble.settle(parallel)
+    except ValueError:
+        if parallel.source is None:
+            raise
+    else:
+        tell(f"nothing to recover: the weights of step {parallel.step} are whole on all ranks")
+        return
+    _copy(parallel, parallel.group("dp"), parallel.source)
+    trouble.united(parallel)
+    tell(f"the weights of step {parallel.step} are whole on all ranks again; gradients were dropped")
+
+
+def _copy(parallel: Parallel, group: Group, root: int) -> None:
+    """From the group's rank `root` to the others, one tensor at a time."""
+    with torch.no_grad():
+        for p in parallel.held().values():
+            group.run("broadcast", [p.detach()], root=root, of="recover")
+        for buffer in parallel.model.buffers():
+            group.run("broadcast", [buffer], root=root, of="recover")
+    for p in parallel.parameters.values():
+        p.grad = None
+    for optimizer in parallel.optimizers:
+        _copy_optimizer(parallel, optimizer, group, root)
+    place = parallel.calls, parallel.step, parallel.loss
+    parallel.calls, parallel.step, parallel.loss = objects.broadcast(place, group, root, "recover")
+    parallel.calls_in_step = 0
+
+
+def _copy_optimizer(parallel: Parallel, optimizer: torch.optim.Optimizer, group: Group, root: int) -> None:
+    settings = [{key: value for key, value in each.items() if key != "params"} for each in optimizer.param_groups]
+    for own, values in zip(optimizer.param_groups, objects.broadcast(settings, group, root, "recover"), strict=True):
+        own.update(values)
+    for p in parallel.held().values():
+        state = objects.broadcast(optimizer.state.get(p), group, root, "recover")
+        if group.index == root:
+            continue
+        if state is None:
+            optimizer.state.pop(p, None)
+        else:
+            optimizer.state[p] = rebuild(state, partial(_beside, p))
+
+
+def _beside(p: Tensor, value: Tensor) -> Any:
+    """A value of a state where its parameter is; counts (0-dim) stay on the host."""
+    return value.to(p.device) if value.dim() else value
