@@ -113,6 +113,8 @@ class Cells:
         lead = self.world.rank == 0 and digest != self._digest
         self._digest = digest
         rest, frames = self._side.take_events()
+        if self.world.saving is not None and (said := self.world.saving.trouble()):
+            self.world.note(said)
         notes, self.world.notes[:] = list(self.world.notes), []
         return {"random": digest, "states": randomness.to_text(states) if lead else "", "frames": frames,
                 "events": base64.b64encode(rest).decode(), "notes": notes}

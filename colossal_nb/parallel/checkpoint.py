@@ -14,15 +14,18 @@ from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.outcome import alike, together
 from colossal_nb.parallel.saving import folder, rng
+from colossal_nb.parallel.saving.background import Saving, Target, give_up, join_pending
 from colossal_nb.parallel.saving.contents import Contents, contents
-from colossal_nb.parallel.saving.draft import check_alike, draft_of, merged
+from colossal_nb.parallel.saving.draft import Draft, check_alike, draft_of, merged
 from colossal_nb.parallel.saving.fill import fill, go_on
 from colossal_nb.parallel.saving.fitting import check_fits
-from colossal_nb.parallel.saving.shards import Index, Reader, write
+from colossal_nb.parallel.saving.shards import Index, Job, Reader, write
 from colossal_nb.parallel.world import World
 
 
-def save(path: str | PathLike[str], model: nn.Module, optimizer: Any = None, **extra: Any) -> None:
+def save(
+    path: str | PathLike[str], model: nn.Module, optimizer: Any = None, *, wait: bool = True, **extra: Any
+) -> Saving | None:
     """Write model, optimizer and what else belongs to the run into the folder `path`; `load` reads it. Collective.
 
     `optimizer`: one, a list of several, or None. `extra`, by name: objects with `state_dict()` (a scheduler, a data
@@ -34,6 +37,10 @@ def save(path: str | PathLike[str], model: nn.Module, optimizer: Any = None, **e
     part. A checkpoint that was there is replaced in one instant at the end: an error, an interrupt or a full disk
     leaves the old one. All ranks must see one file system.
 
+    With wait=False the call returns as soon as everything is copied into host memory, and the copy is written while
+    training goes on. What it returns has `wait()`; a failure is raised there, or told under the cell that runs when it
+    is noticed. The next save and a load wait for the one before.
+
     Raises on all ranks alike: ValueError for a path that differs between ranks or belongs to something else, and for
     values that cannot be kept (naming them), OSError where writing fails.
     """
@@ -44,6 +51,7 @@ def save(path: str | PathLike[str], model: nn.Module, optimizer: Any = None, **e
         trouble.settle(parallel)
     if parallel is not None and parallel.accumulating:
         raise ValueError("save inside accumulate(model) would lose the gradients of the calls so far: save after it")
+    alike(join_pending, group, "save")
     states = {name: _state_of(name, value) for name, value in extra.items()}
     draft = alike(lambda: draft_of(everything, states, group.index == 0), group, "save")
     drafts = objects.all_gather(draft.plain, group, "save")
@@ -53,6 +61,8 @@ def save(path: str | PathLike[str], model: nn.Module, optimizer: Any = None, **e
         name = together(lambda: folder.begin(target, own) if group.index == 0 else "", group, "save")[0]
         data = target / name
         alike(lambda: _require_seen(data), group, "save")
+        if not wait:
+            return _in_background(Target(target, name, group.ranks, group.index), draft, drafts, everything)
         index = write(data, draft.pieces, group, World.current().rank)
         sums = together(lambda: _sums(data, index, group.index), group, "save")
         content = {**merged(drafts), "data": name, "tensors": index.to_plain()}
@@ -64,6 +74,24 @@ def save(path: str | PathLike[str], model: nn.Module, optimizer: Any = None, **e
         raise
     if parallel is not None:
         parallel.saved = str(target)
+    return None
+
+
+def _in_background(target: Target, draft: Draft, drafts: list[dict[str, Any]], everything: Contents) -> Saving:
+    parallel, world = everything.parallel, World.current()
+    group = _group(parallel)
+    try:
+        job = Job(target.data, draft.pieces, group, world.rank)
+        alike(job.copy, group, "save")
+        world.saving = Saving(target, job, {**merged(drafts), "data": target.name}, lambda: _group(parallel))
+        if parallel is not None:
+            world.saving.on_success = lambda: setattr(parallel, "saved", str(target.path))
+        world.saving.start()
+    except BaseException:
+        give_up(target)
+        raise
+    saving: Saving = world.saving
+    return saving
 
 
 def load(path: str | PathLike[str], model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
@@ -80,6 +108,7 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: Any = None) -> 
     everything = contents(model, optimizer)
     group, rank = _group(everything.parallel), World.current().rank
     source = folder.agreed(path, group, "load")
+    alike(join_pending, group, "load")
     content = alike(lambda: _checked(source, everything, group), group, "load")
     reader = Reader(source / content["data"], Index.from_plain(content["tensors"]))
     extra: dict[str, Any] = alike(lambda: fill(everything, content, reader, rank), group, "load")

@@ -140,6 +140,7 @@ class World:
         self.lives: dict[int, int] = {}
         self.parallels: weakref.WeakSet[Any] = weakref.WeakSet()
         self.stopping = Stopping()
+        self.saving: Any = None  # a save that may still be written in the background
         self.model: Any = None  # what the parallel model that ran last carries
         self.made_endpoint: Endpoint | None = None
         self._epoch = Epoch(self, epoch, store)

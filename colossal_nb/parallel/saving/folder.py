@@ -15,7 +15,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,13 @@ def read(path: Path) -> dict[str, Any]:
     raise ValueError(f"{path / FILE} is damaged: its text is not what was written")
 
 
-def checksum(file: Path) -> list[int]:
-    """Bytes and CRC-32 of a file."""
+def checksum(file: Path, pause: Callable[[], None] | None = None) -> list[int]:
+    """Bytes and CRC-32 of a file. `pause` is called before each block."""
     crc = size = 0
     with open(file, "rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
+            if pause is not None:
+                pause()
             crc, size = zlib.crc32(block, crc), size + len(block)
     return [size, crc]
 

@@ -7,7 +7,7 @@ several chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -121,6 +121,7 @@ class _Writing(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.items: list[WriteItem] = []
         self.data: dict[MetadataIndex, Tensor] = {}
+        self.pause: Callable[[], None] | None = None
         for piece in pieces:
             if piece.part is not None:
                 for box in written(piece.shape, piece.layout, rank):
@@ -138,6 +139,8 @@ class _Writing(DefaultSavePlanner):
         return SavePlan(self.items)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
+        if self.pause is not None:
+            self.pause()
         return self.data[write_item.index].detach().contiguous()
 
 
@@ -183,23 +186,60 @@ class Index:
         return index
 
 
+class Job:
+    """What a rank writes into a folder that exists. Made by all ranks together (collective); `write` is each one's own
+    work, `finish` that of one of them, with the results of all."""
+
+    def __init__(self, folder: Path, pieces: Sequence[Piece], group: Group, rank: int) -> None:
+        self._planner, self._writer = _Writing(pieces, rank), FileSystemWriter(folder)
+        self._writer.set_up_storage_writer(group.index == 0)
+        own = self._planner.create_local_plan()
+        plans = together(lambda: self._writer.prepare_local_plan(own), group, "save")
+        mine, self._metadata = self._planner.create_global_plan(plans)
+        self._plan = self._writer.prepare_global_plan(mine)[group.index]
+
+    def copy(self) -> None:
+        """Take the data as it is now: what is written is a copy, in host memory."""
+        for index, value in self._planner.data.items():
+            self._planner.data[index] = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+    def write(self, pause: Callable[[], None] | None = None) -> list[WriteResult]:
+        """`pause` is called before each chunk."""
+        self._planner.pause = pause
+        results = list(self._writer.write_data(self._plan, self._planner).wait())
+        self._planner.data.clear()
+        return results
+
+    def finish(self, results: list[list[WriteResult]]) -> None:
+        """Write what torch's own reader of such a folder looks for."""
+        self._writer.finish(self._metadata, results)
+
+    def index(self, results: list[list[WriteResult]]) -> Index:
+        tensors: Any = dict(self._metadata.state_dict_metadata)  # there are no other entries than tensors
+        return Index(tensors, {each.index: _stored(each) for rows in results for each in rows})
+
+
 def write(folder: Path, pieces: Sequence[Piece], group: Group, rank: int) -> Index:
     """Write all ranks' pieces into an existing folder. Collective; errors rise on all ranks alike."""
-    planner = _Writing(pieces, rank)
-    writer = FileSystemWriter(folder)
-    writer.set_up_storage_writer(group.index == 0)
-    plans = together(lambda: writer.prepare_local_plan(planner.create_local_plan()), group, "save")
-    mine, metadata = planner.create_global_plan(plans)
-    plan = writer.prepare_global_plan(mine)[group.index]
-    results = together(lambda: _written(writer, plan, planner), group, "save")
-    alike(lambda: writer.finish(metadata, results) if group.index == 0 else None, group, "save")
-    tensors: Any = dict(metadata.state_dict_metadata)  # there are no other entries than tensors
-    places = {each.index: _stored(each) for rows in results for each in rows}
-    return Index(tensors, places)
+    job = Job(folder, pieces, group, rank)
+    results = together(job.write, group, "save")
+    alike(lambda: job.finish(results) if group.index == 0 else None, group, "save")
+    return job.index(results)
 
 
-def _written(writer: FileSystemWriter, plan: SavePlan, planner: _Writing) -> list[WriteResult]:
-    return list(writer.write_data(plan, planner).wait())
+def plain_results(results: list[WriteResult]) -> list[list[Any]]:
+    """Such as `json` can write."""
+    return [
+        [each.index.fqn, list(each.index.offset or ()), *vars(_stored(each)).values(), each.size_in_bytes]
+        for each in results
+    ]
+
+
+def results_of(plain: list[list[Any]]) -> list[WriteResult]:
+    return [
+        WriteResult(MetadataIndex(name, offsets), size, _StorageInfo(path, offset, length))
+        for name, offsets, path, offset, length, _, size in plain
+    ]
 
 
 def _stored(result: WriteResult) -> Stored:
