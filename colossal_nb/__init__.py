@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from colossal_nb.parallel.checkpoint import load as load
     from colossal_nb.parallel.checkpoint import save as save
     from colossal_nb.parallel.init import init as init
+    from colossal_nb.parallel.lazy import lazy as lazy
     from colossal_nb.parallel.loader import loader as loader
     from colossal_nb.parallel.once import once as once
     from colossal_nb.parallel.parallelize import parallelize as parallelize
@@ -34,6 +35,7 @@ _HOME = {
     "full": "colossal_nb.parallel.state",
     "full_grad": "colossal_nb.parallel.state",
     "init": "colossal_nb.parallel.init",
+    "lazy": "colossal_nb.parallel.lazy",
     "load": "colossal_nb.parallel.checkpoint",
     "loader": "colossal_nb.parallel.loader",
     "log": "colossal_nb.parallel.step",
@@ -55,6 +57,7 @@ __all__ = [
     "full",
     "full_grad",
     "init",
+    "lazy",
     "load",
     "loader",
     "log",

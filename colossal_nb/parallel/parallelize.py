@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel import clip, events, memory, optimizers, plain, report, state, tensor
+from colossal_nb.parallel import clip, events, lazy, memory, optimizers, plain, report, state, tensor
 from colossal_nb.parallel.agree import differing
 from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.dropout import KeyedDropout
-from colossal_nb.parallel.handle import Parallel, attach, find, require_cell, tell, text
+from colossal_nb.parallel.handle import Parallel, attach, find, group_along, require_cell, tell, text
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.origin import Origin
 from colossal_nb.parallel.precision import Precision, raise_masters
@@ -56,6 +56,9 @@ def parallelize(
     # A cell that runs again drops its former model, which sits in reference cycles: its memory is needed now.
     world.model = None
     gc.collect()
+    if lazy.is_waiting(model):
+        lazy.require_room(model, group_along(mesh, mesh.axes))
+        lazy.fill(model)
     model.to(world.device)
     options = {"cuts": cuts, "stage_weights": stage_weights}
     parallel = Parallel(model, wanted, mesh, dict(model.named_parameters()), model.forward, options)

@@ -209,7 +209,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func,
             self._keys((args, kwargs)),
             self._keys(result),
-            tuple(storage_of(tensor) for tensor in _written(func, args, kwargs)),
+            tuple(storage_of(tensor) for tensor in written(func, args, kwargs)),
         )
         self.log.append(operation)
         return result
@@ -254,7 +254,7 @@ def _flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
         return 0  # a formula that does not know this overload: the operation counts as one
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensor arguments that the operation's schema declares as written."""
     written: list[torch.Tensor] = []
     for position, argument in enumerate(func._schema.arguments):

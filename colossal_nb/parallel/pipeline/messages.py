@@ -22,6 +22,7 @@ DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
+MOST_DIMS = 12  # the transport takes no more
 
 
 class Mail:
@@ -69,20 +70,25 @@ class Mail:
         numbers: list[int] = []
         for unit in range(_units_before(split, stage)):
             for spec in specs[unit]:
-                numbers += [DTYPES.index(spec.dtype), *spec.shape]
+                numbers += [DTYPES.index(spec.dtype), len(spec.shape), *spec.shape, *_rest(len(spec.shape))]
         self.send(torch.tensor(numbers, dtype=torch.int64, device=self.device), stage, "shapes")
 
     def receive_specs(self, split: Split, stage: int) -> Specs:
         """The shapes of all units before this stage, from the stage before it."""
         units = [leaves(unit.template) for unit in split.units[: _units_before(split, stage)]]
-        length = sum(1 + leaf.dim() for unit in units for leaf in unit)
+        length = sum(2 + MOST_DIMS for unit in units for _ in unit)
         numbers = iter(self.receive(Spec((length,), torch.int64), stage - 1, "shapes").tolist())
-        return {index: tuple(_spec(numbers, leaf.dim()) for leaf in unit) for index, unit in enumerate(units)}
+        return {index: tuple(_spec(numbers) for _ in unit) for index, unit in enumerate(units)}
 
 
-def _spec(numbers: Iterator[int], dims: int) -> Spec:
-    dtype = DTYPES[next(numbers)]
-    return Spec(tuple(next(numbers) for _ in range(dims)), dtype)
+def _rest(dims: int) -> list[int]:
+    """Fills a shape up to equal length: a batch may have other dims than the example that was recorded."""
+    return [0] * (MOST_DIMS - dims)
+
+
+def _spec(numbers: Iterator[int]) -> Spec:
+    dtype, dims, *shape = (next(numbers) for _ in range(2 + MOST_DIMS))
+    return Spec(tuple(shape[:dims]), DTYPES[dtype])
 
 
 def _units_before(split: Split, stage: int) -> int:
