@@ -71,7 +71,7 @@ def read_cell(line: str) -> CellArguments:
         raise ValueError(f"{found[0]} is a verb, which has one percent sign and no cell: %colossal {' '.join(found)}")
     rest, given = _split(found, CELL, CELL_LATER, "%%colossal")
     strategy = _strategy(" ".join(rest)) if rest else None
-    compare = tuple(_strategy(text) for text in given.get("--compare", ()))
+    compare = tuple(Strategy.parse(text) for text in given.get("--compare", ()))  # what cannot run is a row
     ranks, show = given.get("--ranks"), given.get("--show")
     if ranks is not None and (strategy is not None or compare):
         raise ValueError(f"--ranks is for cells without a strategy: {strategy or 'a strategy'} uses all its ranks")

@@ -12,6 +12,7 @@ import colossal_nb
 from colossal_nb.cluster.client import ClusterLost, RankFailed
 from colossal_nb.notebook import names, summary
 from colossal_nb.notebook.arguments import CellArguments, read_cell, read_verb
+from colossal_nb.notebook.comparing import compare
 from colossal_nb.notebook.errors import fail, fail_for
 from colossal_nb.notebook.files import written_together
 from colossal_nb.notebook.fold import named, rank_list
@@ -56,10 +57,7 @@ class Notebook:
             arguments = read_cell(line)
             self._check_names(source, arguments.local)
             if arguments.compare:
-                runs = self.compare(source, line, arguments.compare)
-                self._remember(runs[-1], source, arguments.compare[len(runs) - 1])
-                self._bind(arguments.out, runs)
-                self.fail_first(runs)
+                self.compare(source, line, arguments.compare, arguments.out)
                 return
             run = self.run(source, line, arguments)
         if run.status == "ok":
@@ -87,27 +85,18 @@ class Notebook:
                 say(self.page, said)
         return run
 
-    def compare(self, source: str, line: str, strategies: tuple[Strategy, ...]) -> list[Run]:
-        """The cell under each strategy, one table; the variables of each run are freed before the next."""
-        runs: list[Run] = []
-        for i, strategy in enumerate(strategies):
-            say(self.page, f"{i + 1} of {len(strategies)}: {strategy}")
-            if runs:
-                self.session.run(_forget(source)).wait()
-            run = self.session.run(numbered(line, source), strategy)
-            self._keep(run)
-            runs.append(run.wait())
-            if run.status == "interrupted":
-                break
-        self.page.display(summary.table(summary.COLUMNS, summary.rows(runs)))
-        say(self.page, f"the ranks keep the variables of the last run, {runs[-1].title or runs[-1].strategy}")
-        return runs
-
-    def fail_first(self, runs: list[Run]) -> None:
-        """Raise the error of the first run that has one."""
-        for run in runs:
-            if run.status != "ok":
-                fail_for(run, self.numbers)
+    def compare(self, source: str, line: str, strategies: tuple[Strategy, ...], out: str = "") -> None:
+        """The cell under each strategy, one table and one picture; raises the first run's error at the end."""
+        done = compare(self.session, self.page, source, numbered(line, source), strategies, self._keep)
+        runs = [each.run for each in done if each.run is not None]
+        if runs:
+            self._remember(runs[-1], source, runs[-1].strategy)
+        self._bind(out, runs)
+        for each in done:
+            if each.run is None:
+                raise ValueError(f"{each.strategy}: {each.refusal.partition(': ')[2]}")
+            if each.run.status != "ok":
+                fail_for(each.run, self.numbers)
 
     # %colossal
     def line(self, line: str) -> None:
@@ -210,12 +199,6 @@ def numbered(line: str, source: str) -> str:
     if source.lstrip().startswith("%%"):
         return source
     return f"# %%colossal {line.strip()}".rstrip() + "\n" + source
-
-
-def _forget(source: str) -> str:
-    """Code that frees what the cell bound."""
-    return (f"for _name in {names.binds(source)!r}:\n    globals().pop(_name, None)\n"
-            "import gc as _gc; _gc.collect(); del _gc, _name")
 
 
 @contextmanager

@@ -110,7 +110,7 @@ CELL = {option.name: option for option in (
     Option("--show", "all|0", "every line of every rank on the page, or only these ranks' output", shown, ("all", "0")),
     Option("--local", "", "run the cell here in the kernel as well"),
     Option("--verify", "", "check the first forward_backward against the sequential program, and some steps more"),
-    Option("--compare", '"dp=4 ; tp=4"', "run the cell under each strategy and show one table", strategies),
+    Option("--compare", '"dp=4 ; tp=4"', "run the cell under each strategy: one table, one picture", strategies),
 )}
 
 # Options of later versions: refused by name, so that nobody believes they did something.
@@ -154,7 +154,7 @@ VERBS = {
     "who": Verb("who", "The variables on the ranks; those that not all ranks have; parallel objects.",
                 "%colossal who"),
     "compare": Verb('compare "STRATEGY ; STRATEGY"', "Run the last %%colossal cell again under each strategy and "
-                    "show one table: loss, time, peak memory, bytes sent, bubble.",
+                    "show one table and one picture: loss, time, peak memory, bytes sent, bubble. What fails is a row.",
                     '%colossal compare "dp=4 ; tp=4 ; pp=4"'),
     "export": Verb("export FILE [--cells 3-7]", "Write the last cell with a strategy that succeeded as a plain "
                    "script for torchrun. If it needs other cells --cells names them all.",

@@ -11,12 +11,13 @@ from colossal_nb.plan import sent_bytes
 from colossal_nb.plan.layout import Layout, On, Partial, Shard
 from colossal_nb.record import measures
 from colossal_nb.run import Run
+from colossal_nb.views.words import duration, size
 
 
 def report_on(run: Run, page: Page) -> None:
     """Put the report of a run on the page."""
     said = summary.line(run)
-    say(page, said or f"the last cell ran {summary.duration(run.seconds)} and recorded no training step")
+    say(page, said or f"the last cell ran {duration(run.seconds)} and recorded no training step")
     if len(run.record.layouts):
         page.display(summary.table(("layout", "tensors", "bytes on a rank", "for example"), _layouts(run)))
     rows = _per_rank(run)
@@ -35,20 +36,20 @@ def _layouts(run: Run) -> list[tuple[str, ...]]:
         how = layout_words(Layout.from_json(str(row["layout"])))
         tensors[how].setdefault(name, str(row["local_shape"]))
         sizes[how][rank] += int(row["local_bytes"])
-    return [(how, str(len(found)), summary.size(max(sizes[how].values())), " ".join(next(iter(found.items()))))
+    return [(how, str(len(found)), size(max(sizes[how].values())), " ".join(next(iter(found.items()))))
             for how, found in tensors.items()]
 
 
 def layout_words(layout: Layout) -> str:
     """A layout for people: `dim 0 over tp, stage 1 of pp`, or `whole on every rank`."""
     parts = []
-    for axis, size, placement in zip(layout.mesh.axes, layout.mesh.shape, layout.placements, strict=True):
-        if size > 1 and isinstance(placement, Shard):
+    for axis, length, placement in zip(layout.mesh.axes, layout.mesh.shape, layout.placements, strict=True):
+        if length > 1 and isinstance(placement, Shard):
             parts.append(f"dim {placement.dim} over {axis}")
-        elif size > 1 and isinstance(placement, On):
+        elif length > 1 and isinstance(placement, On):
             where = rank_list(placement.coordinates)
             parts.append(f"stage {where}" if axis == "pp" else f"only {where} of {axis}")
-        elif size > 1 and isinstance(placement, Partial):
+        elif length > 1 and isinstance(placement, Partial):
             parts.append(f"partial sums over {axis}")
     return ", ".join(parts) or "whole on every rank"
 
@@ -61,5 +62,5 @@ def _per_rank(run: Run) -> list[tuple[str, ...]]:
     for (rank, _), count in measures.sent_bytes(record, sent_bytes).items():
         sent[rank] += float(count)
     ranks = sorted({*peaks, *sent})
-    return [(str(rank), summary.size(peaks[rank].total_bytes) if rank in peaks else "-", summary.size(sent[rank]),
-             summary.duration(waits.get(rank, 0.0))) for rank in ranks]
+    return [(str(rank), size(peaks[rank].total_bytes) if rank in peaks else "-", size(sent[rank]),
+             duration(waits.get(rank, 0.0))) for rank in ranks]

@@ -8,33 +8,12 @@ import numpy as np
 
 from colossal_nb.record.measures import covered, steps
 from colossal_nb.record.store import Record
-from colossal_nb.run import Run, Summary
+from colossal_nb.run import Run
+from colossal_nb.views.words import duration, percent, size
 
 WORTH_A_LINE_S = 1.0
 LEAST_SHARE = 0.1  # of the time, to be called what limits a run
 WELL = 0.06  # a bubble that nobody minds: pp=2 with 16 microbatches
-
-
-def size(count: float) -> str:
-    """Bytes for people: `412 MiB`, `1.2 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
-def duration(seconds: float) -> str:
-    """`3.2 s`, `2 min 5 s`."""
-    if seconds < 60:
-        return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def percent(share: float) -> str:
-    return f"{share * 100:.0f}%"
 
 
 def line(run: Run) -> str:
@@ -94,27 +73,6 @@ def _more_microbatches(run: Run) -> str:
     if more == count:
         return ""
     return f" (microbatches={more} would give {percent((stages - 1) / (more + stages - 1))})"
-
-
-COLUMNS = ("strategy", "engines", "loss", "time", "peak memory", "sent", "bubble")
-
-
-def rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """One row for each run, in words; a dash where the record has nothing."""
-    return [_row(run.summary, run) for run in runs]
-
-
-def _row(figures: Summary, run: Run) -> tuple[str, ...]:
-    failed = "" if run.status == "ok" else f" ({run.error.ename if run.error else run.status})"
-    return (
-        (figures.strategy or "no strategy") + failed,
-        str(figures.engines),
-        "-" if figures.loss is None else f"{figures.loss:.4f}",
-        duration(figures.seconds),
-        "-" if figures.peak_bytes is None else size(figures.peak_bytes),
-        "-" if figures.sent_bytes is None else size(figures.sent_bytes),
-        "-" if figures.bubble is None else percent(figures.bubble),
-    )
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> dict[str, str]:

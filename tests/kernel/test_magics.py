@@ -176,19 +176,6 @@ def test_help(notebook: Notebook) -> None:
     assert "Example\n    %%colossal pp=2" in notebook.ok("%colossal help pp").said
 
 
-def test_compare_runs_the_last_cell_under_each_strategy(notebook: Notebook) -> None:
-    notebook.ok("%%colossal dp=4\nbig = [rank]\nprint('never shown again')")
-    reply = notebook.ok('%colossal compare "dp=2 ; tp=2"')
-    rows = [line.split("  ")[0] for line in reply.said.splitlines()]
-    assert "strategy" in rows and "dp=2" in rows and "dp=2 (filled) tp=2" in rows
-    assert reply.stream() == ""
-    assert notebook.ok('%%colossal --compare "dp=2; pp=2" --out both\nx = 1').status == "ok"
-    assert notebook.value("[run.title for run in both]") == "['dp=2', 'dp=2 (filled) pp=2']"
-    reply = notebook.run('%%colossal --compare "dp=2 ; dp=4" --out both\nif world_size == 4: raise ValueError("four")')
-    assert reply.ename == "ValueError" and "dp=4 (ValueError)" in reply.said
-    assert notebook.value("[run.status for run in both]") == "['ok', 'error']"
-
-
 def test_report(notebook: Notebook) -> None:
     notebook.ok("%%colossal\npass")
     assert notebook.ok("%colossal report").said.startswith("the last cell ran")

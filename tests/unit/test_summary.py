@@ -14,6 +14,7 @@ from colossal_nb.plan.strategy import Strategy
 from colossal_nb.record.events import Mark, Slice, group_name, link_name
 from colossal_nb.record.store import Record
 from colossal_nb.run import Run
+from colossal_nb.views.words import duration, size
 
 
 def run_of(record: Record, strategy: Strategy | None = None, seconds: float = 3.21, status: str = "ok") -> Run:
@@ -71,9 +72,7 @@ def test_a_failed_cell_that_did_not_train_has_no_line() -> None:
     assert summary.line(run_of(Record(), Strategy(dp=2), status="error")) == ""
 
 
-def test_the_table_reads_each_run() -> None:
-    assert summary.rows([run_of(pipeline(), Strategy(pp=2, microbatches=4))]) == [
-        ("pp=2 microbatches=4", "2", "1.2346", "3.2 s", "-", "3.0 MiB", "20%")]
+def test_a_table_is_text_and_html() -> None:
     bundle = summary.table(("a", "b"), [("1", "<2>")])
     assert bundle["text/plain"] == "a  b\n1  <2>"
     assert "&lt;2&gt;" in bundle["text/html"]
@@ -82,12 +81,12 @@ def test_the_table_reads_each_run() -> None:
 @pytest.mark.parametrize("count, said", [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (412 << 20, "412 MiB"),
                                          (1.2 * 2**30, "1.2 GiB"), (5 << 50, "5120 TiB")])
 def test_sizes(count: float, said: str) -> None:
-    assert summary.size(count) == said
+    assert size(count) == said
 
 
 @pytest.mark.parametrize("seconds, said", [(0.034, "0.03 s"), (3.21, "3.2 s"), (125, "2 min 5 s"), (7260, "2 h 1 min")])
 def test_durations(seconds: float, said: str) -> None:
-    assert summary.duration(seconds) == said
+    assert duration(seconds) == said
 
 
 def test_layouts_in_words() -> None:
