@@ -81,3 +81,14 @@ def heal_coalescing() -> None:
 def local_store() -> Any:
     """A store for one process."""
     return _dist.HashStore()
+
+
+def top_saved_tensors_hooks() -> Any:
+    """(pack, unpack) of the innermost hooks on saved tensors; None without any, or where torch does not say."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
+
+
+def in_backward() -> bool:
+    """Whether this is called from within a backward: there a checkpoint runs its block again."""
+    return bool(torch._C._current_graph_task_id() != -1)

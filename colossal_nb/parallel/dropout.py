@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from colossal_nb.parallel.compat import in_backward
+
 Site = tuple[str, int]
 Features = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 """Per sharded region its name and, per rank, the features that its row-parallel linear reads there."""
@@ -55,6 +57,24 @@ class KeyedDropout:
         torch.manual_seed(key)
         self._parts[key] = call, start, stop
         self._inside.clear()
+
+    def place(self) -> tuple[str, dict[tuple[int, str], int]]:
+        """Which site is next, for `again`."""
+        again = in_backward()
+        counts = {(seed, name): count for (seed, name, second), count in self._calls.items() if second == again}
+        return self._inside[-1] if self._inside else "", counts
+
+    @contextmanager
+    def again(self, place: tuple[str, dict[tuple[int, str], int]]) -> Iterator[None]:
+        """Inside, a part of a forward runs a second time, in a backward, from the place where it began."""
+        name, counts = place
+        before, inside = self._calls, self._inside
+        self._calls = Counter({(seed, site, True): count for (seed, site), count in counts.items()})
+        self._inside = [name]
+        try:
+            yield
+        finally:
+            self._calls, self._inside = before, inside
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -145,8 +165,7 @@ class KeyedDropout:
     def _site(self) -> Site:
         """The innermost module and the number of this dropout among those of its calls for these samples."""
         name = self._inside[-1] if self._inside else ""
-        again = torch._C._current_graph_task_id() != -1
-        key = torch.initial_seed(), name, again
+        key = torch.initial_seed(), name, in_backward()
         self._calls[key] += 1
         return name, self._calls[key] - 1
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_on_all
 
+from colossal_nb.parallel.compat import top_saved_tensors_hooks
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.record.events import CATEGORIES
 from colossal_nb.record.recorder import Recorder
@@ -193,6 +194,17 @@ class Ledger:
     def activations(self) -> Iterator[None]:
         """Count what autograd saves inside, named by the module that was running."""
         with self._naming(), torch.autograd.graph.saved_tensors_hooks(self._saved, _as_it_is):
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Count what is saved of a forward that a checkpoint runs again, whose own hooks go on."""
+        inner = top_saved_tensors_hooks()
+        if inner is None:
+            yield
+            return
+        pack, unpack = inner
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: pack(self._saved(tensor)), unpack):
             yield
 
     def _saved(self, tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.handle import NAME, Parallel, require_cell
+from colossal_nb.parallel.recompute import recomputing
 from colossal_nb.parallel.scaled import scaled
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
@@ -81,7 +82,7 @@ def _wants_gradients(parallel: Parallel) -> bool:
 def _forward(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One replica's output on its last stage, logits gathered over tp; None on other stages."""
     own = parallel.precision
-    with parallel.running(), own.working(parallel), own.own_losses(), own.installed():
+    with parallel.running(), own.working(parallel), own.own_losses(), own.installed(), recomputing(parallel):
         args, kwargs = own.lower((args, kwargs))
         if parallel.pipeline is None:
             return own.raised(gather(parallel.forward(*args, **kwargs)))

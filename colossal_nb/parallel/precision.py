@@ -200,6 +200,24 @@ class Precision:
         finally:
             self._install(before)
 
+    @property
+    def places(self) -> tuple[list[_Place], list[nn.RNNBase]]:
+        """What a forward that runs again in a backward needs for `again`."""
+        return self._places, self._flat
+
+    @contextmanager
+    def again(self, places: tuple[list[_Place], list[nn.RNNBase]]) -> Iterator[None]:
+        """Inside, modules find the copies that they found in a forward, also where its `working` has ended."""
+        if self._installed:
+            yield
+            return
+        before, (self._places, self._flat) = self.places, places
+        try:
+            with self.installed():
+                yield
+        finally:
+            self._places, self._flat = before
+
     def _install(self, low: bool) -> None:
         if low == self._installed:
             return

@@ -17,6 +17,7 @@ from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel, require
 from colossal_nb.parallel.losses import Part, own_loss, part
 from colossal_nb.parallel.outputs import LossFn
+from colossal_nb.parallel.recompute import recomputing
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.trace import untouched
@@ -131,7 +132,8 @@ def _run(parallel: Parallel, loss_fn: LossFn | None, done: Done) -> None:
     mine = done.pieces
     keyed = parallel.dropout if parallel.dropout is not None and parallel.model.training else None
     masks = keyed.running() if keyed else nullcontext()
-    with parallel.running(), torch.enable_grad(), parallel.precision.working(parallel), memory.activations(), masks:
+    working = parallel.precision.working(parallel)
+    with parallel.running(), torch.enable_grad(), working, memory.activations(), masks, recomputing(parallel):
         if parallel.pipeline is None:
             for number, piece in enumerate(mine):
                 _piece(parallel, loss_fn, piece, number, done)

@@ -20,7 +20,6 @@ BUILT: dict[str, tuple[int | str, ...]] = {
     "tp_mode": ("1d",),
     "zero": (0,),
     "offload": ("none",),
-    "recompute": ("none",),
 }
 
 

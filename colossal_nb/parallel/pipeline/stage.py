@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 
+from colossal_nb.parallel.compat import in_backward
 from colossal_nb.parallel.pipeline.dataflow import Value
 from colossal_nb.parallel.pipeline.split import Split, absent
 from colossal_nb.parallel.structure import leaves, rebuild
@@ -163,7 +164,7 @@ class _Run:
         """What a unit's module runs in the place of its forward."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            if self.depth or _recomputing():
+            if self.depth or in_backward():
                 return forward(*args, **kwargs)
             unit = numbers.get(self.times[name])
             self.times[name] += 1
@@ -257,11 +258,6 @@ def modules_call_modules() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _recomputing() -> bool:
-    """Inside a backward: a checkpoint runs its block again."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class _Transparent:
