@@ -1,4 +1,4 @@
-"""recompute=full and selective: to the last bit the numbers of recompute=none, fewer activations, second runs on record."""
+"""recompute=full, selective: to the last bit the numbers of recompute=none, fewer activations, all on record."""
 
 from collections import Counter
 from collections.abc import Callable
