@@ -2,6 +2,7 @@
 
 import os
 import sysconfig
+import tempfile
 import zlib
 from collections.abc import Iterator
 from functools import cache
@@ -28,8 +29,38 @@ def files(split: str) -> list[Path]:
 
 @cache
 def data(split: str) -> Tensor:
-    """All bytes of a split, one after another: uint8, 1-dimensional."""
-    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files(split))), dtype=torch.uint8)
+    """All bytes of a split, one after another: uint8, 1-dimensional.
+
+    They lie in a file of the user's cache folder, so that the processes of a machine have them in memory once.
+    """
+    sources = files(split)
+    try:
+        kept = _kept(split, sources)
+        return torch.from_file(str(kept), shared=False, size=kept.stat().st_size, dtype=torch.uint8)
+    except OSError:                                    # no folder to write to: a copy for this process
+        return torch.frombuffer(bytearray(_joined(sources)), dtype=torch.uint8)
+
+
+def _joined(sources: list[Path]) -> bytes:
+    return b"\n".join(path.read_bytes() for path in sources)
+
+
+def _kept(split: str, sources: list[Path]) -> Path:
+    """The file with these sources as they are now; made if need be, by whoever comes first."""
+    about = [(str(path), (state := path.stat()).st_size, state.st_mtime_ns) for path in sources]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "colossal_nb"
+    kept = folder / f"corpus-{split}-{zlib.crc32(repr(about).encode()):08x}.bin"
+    if not kept.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        number, draft = tempfile.mkstemp(dir=folder)
+        try:
+            with open(number, "wb") as file:
+                file.write(_joined(sources))
+            os.replace(draft, kept)
+        except BaseException:
+            os.unlink(draft)
+            raise
+    return kept
 
 
 def batches(

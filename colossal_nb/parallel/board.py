@@ -47,7 +47,7 @@ class Board:
         descriptor = _create(length) if index == 0 else None
         try:
             if index == 0:
-                store.set("board", f"{_host()} /proc/{os.getpid()}/fd/{descriptor}" if descriptor else "none")
+                store.set("board", f"{host()} /proc/{os.getpid()}/fd/{descriptor}" if descriptor else "none")
             memory = _mapped(store.get("board").decode(), length)
             store.set(f"board{index}", f"{os.getpid() if memory else 0}")
             pids = [int(store.get(f"board{other}")) for other in range(size)]
@@ -113,8 +113,8 @@ def _create(length: int) -> int | None:
 
 
 def _mapped(place: str, length: int) -> mmap.mmap | None:
-    host, _, path = place.partition(" ")
-    if host != _host():
+    where, _, path = place.partition(" ")
+    if where != host():
         return None
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -125,7 +125,7 @@ def _mapped(place: str, length: int) -> mmap.mmap | None:
     return None
 
 
-def _host() -> str:
+def host() -> str:
     """What processes have in common that see one another's files in /proc: the boot of the machine, the namespace."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

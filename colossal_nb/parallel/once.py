@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from colossal_nb.parallel import objects
 from colossal_nb.parallel.handle import tell
+from colossal_nb.parallel.sharing import shared
 from colossal_nb.parallel.world import World
 
 Result = TypeVar("Result")
@@ -17,7 +18,8 @@ Result = TypeVar("Result")
 def once(function: Callable[..., Result] | None = None) -> Any:
     """One rank runs it, the others wait until it is done.
 
-    `@cnb.once` on a function: rank 0 calls it and every rank gets its result (or its error).
+    `@cnb.once` on a function: rank 0 calls it and every rank gets its result (or its error). Tensors and arrays in the
+    result are in memory once for all ranks of a host; a rank that writes into them writes into pages of its own.
     `with cnb.once() as mine:` a block: rank 0 first, with mine=True, then the others, with mine=False, so that
     `if mine: download()` followed by `load()` is right. A block that never asks for `mine` runs on every rank, and it
     is said so after the cell. Collective.
@@ -30,15 +32,19 @@ def once(function: Callable[..., Result] | None = None) -> Any:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Result:
         group = World.current().taking_part()
-        outcome: tuple[bool, Any] = (True, None)
+        value: Any = None
+        failure: Exception | None = None
         if group.index == 0:
             try:
-                outcome = (True, function(*args, **kwargs))
+                value = function(*args, **kwargs)
             except Exception as error:
-                outcome = (False, error)
-        fine, value = objects.broadcast(outcome, group, 0, f"once {function.__name__}")
-        if not fine:
-            raise value
+                failure = error
+        of = f"once {function.__name__}"
+        failure = objects.broadcast(failure, group, 0, of)
+        if failure is not None:
+            raise failure
+        if group.size > 1:
+            value = shared(value, group, of)
         return value  # type: ignore[no-any-return]
 
     return called

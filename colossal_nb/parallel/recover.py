@@ -48,8 +48,9 @@ def _copy(parallel: Parallel, group: Group, root: int) -> None:
         p.grad = None
     for optimizer in parallel.optimizers:
         _copy_optimizer(parallel, optimizer, group, root)
-    place = parallel.calls, parallel.step, parallel.loss
-    parallel.calls, parallel.step, parallel.loss = objects.broadcast(place, group, root, "recover")
+    place = parallel.calls, parallel.step, parallel.loss, parallel.precision.position()
+    parallel.calls, parallel.step, parallel.loss, scale = objects.broadcast(place, group, root, "recover")
+    parallel.precision.go_on(scale)
     parallel.calls_in_step = 0
 
 

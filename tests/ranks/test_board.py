@@ -78,7 +78,7 @@ def test_no_descriptor_and_no_file_stays():
 
 
 def test_members_on_several_hosts_have_none(monkeypatch):
-    monkeypatch.setattr(boards, "_host", lambda: threading.current_thread().name)
+    monkeypatch.setattr(boards, "host", lambda: threading.current_thread().name)
     assert pair() == [None, None]
 
 
