@@ -10,6 +10,7 @@ import asyncio
 import base64
 import os
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,7 @@ class Cells:
             finally:
                 self._interrupts.end()
             reply = _reply(shell, result, self._interrupts.landed)
+            _let_go(result.error_in_exec)
             if self.world.verify and reply["status"] == "ok":
                 self.world.notes.append("--verify: no forward_backward in this cell, so nothing was compared")
         except KeyboardInterrupt:                      # it came before the first line, or after the last
@@ -143,6 +145,20 @@ def _reply(shell: Any, result: Any, landed: bool) -> dict[str, Any]:
         value = f"<the error's own text failed: {type(trouble).__name__}>"
     lines = [str(line) for line in getattr(shell, "_last_traceback", None) or []]
     return {"status": "error", "ename": name, "evalue": value, "traceback": lines, "line": _line(shell, error)}
+
+
+def _let_go(error: BaseException | None) -> None:
+    """What the functions that an error came through still hold: tensors, and iterators with processes behind them.
+
+    Python keeps the last error for a debugger; nobody can type into one here.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            frame.f_locals                             # noqa: B018  a copy that IPython has made is brought up to date
+        error = error.__cause__ or error.__context__
 
 
 def _line(shell: Any, error: BaseException | None) -> int | None:
