@@ -101,6 +101,7 @@ class Ledger:
         self._total = dict.fromkeys(WHERE, 0)
         self._peak = dict.fromkeys(WHERE, 0)
         self._sampled = dict.fromkeys(WHERE, 0)
+        self._looks_away = False
         self._lock = threading.RLock()  # a storage may be freed while we write
         self._modules: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._inside: list[str] = []
@@ -121,6 +122,8 @@ class Ledger:
         self._add(storage, category, name, None, where)
 
     def _add(self, storage: Any, category: str, name: str, shape: torch.Size | None, where: str) -> None:
+        if self._looks_away:
+            return
         entry = _Entry(storage, self._freed)
         entry.key, entry.size = storage._cdata, storage.nbytes()
         entry.category, entry.name, entry.shape, entry.where = category, name, shape, where
@@ -138,6 +141,15 @@ class Ledger:
                 self._peak[where] = total
                 if total > _HIGHER * self._sampled[where]:
                     self._write(where)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, what is new is not counted: it is no part of the user's run."""
+        before, self._looks_away = self._looks_away, True
+        try:
+            yield
+        finally:
+            self._looks_away = before
 
     def _freed(self, entry: _Entry) -> None:
         with self._lock:

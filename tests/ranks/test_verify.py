@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import colossal_nb as cnb
 from colossal_nb.models import GPT
+from colossal_nb.parallel import gradients
 from colossal_nb.parallel.handle import find
 from colossal_nb.parallel.world import World
 
@@ -64,6 +65,51 @@ def test_strategies_are_verified(
         assert ok, text
         assert text.startswith(f"verified: {strategy} equals the sequential program over 3")
         assert max(worst.values()) <= BANDS[dtype]
+
+
+def _half(strategy: str) -> tuple[bool, str, str]:
+    """A model in half precision; then with gradients of half the size."""
+    model = gpt(dropout=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = cnb.parallelize(model, optimizer, strategy)
+    held, peak = World.current().ledger.held(), World.current().ledger.peak_bytes()
+    right = cnb.verify(model, loss_fn, INPUTS, TARGETS)
+    assert [each.size_bytes for each in World.current().ledger.held()] == [each.size_bytes for each in held]
+    assert World.current().ledger.peak_bytes() == peak
+    finish = gradients.finish
+    gradients.finish = lambda parallel, active, count: finish(parallel, active, 2 * count)
+    try:
+        wrong = cnb.verify(model, loss_fn, INPUTS, TARGETS)
+    finally:
+        gradients.finish = finish
+    assert not wrong
+    return bool(right), str(right), wrong.cause
+
+
+@pytest.mark.parametrize(("count", "strategy"), [(2, "dp=2 precision=bf16"), (4, "tp=2 pp=2 precision=fp16")])
+def test_half_precision_is_compared_with_one_rank_of_it(ranks: Any, count: int, strategy: str) -> None:
+    for right, text, cause in ranks(count).run(_half, strategy):
+        assert right, text
+        assert "is 0.5 times the sequential one" in cause
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def _batch_statistics(strategy: str) -> tuple[bool, str]:
+    model = normed()
+    model, _ = cnb.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+    inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
+    found = cnb.verify(model, nn.functional.cross_entropy, inputs, torch.arange(12) % 3)
+    return bool(found), str(found)
+
+
+def test_statistics_of_a_batch_are_compared_with_the_same_microbatches(ranks: Any) -> None:
+    for right, text in ranks(2).run(_batch_statistics, "dp=2 microbatches=2"):
+        assert right, text
+        assert "reference: one rank with the same 4 microbatches" in text
 
 
 def _left_as_it_was(strategy: str) -> None:

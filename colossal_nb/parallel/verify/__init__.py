@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel import objects, report
+from colossal_nb.parallel import objects, report, trouble
 from colossal_nb.parallel.handle import Parallel, require, tell, text
 from colossal_nb.parallel.outcome import alike
 from colossal_nb.parallel.outputs import LossFn
@@ -43,13 +43,15 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
     begin where the model stands, with its optimizers (their states too; plain SGD where it has none), gradients fresh
     in each step; learning rates stay. Model, optimizers, gradients, random states and the record are afterwards what
     they were. Compared are the losses of all steps, every gradient of the first, every weight after the last, within
-    the band of the precision: fp32 1e-5, fp64 1e-10, half precision 2e-2 (gradients: cosine 0.999). Collective.
+    the band of the precision: fp32 1e-5, fp64 1e-10, half precision 2e-2 (gradients: cosine 0.999); the sequential
+    program computes in the same precision. Collective.
 
     Returns a `Verification`: true where they are equal; otherwise `.cause` says where the difference begins.
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"steps={steps!r}: verify runs a whole number of steps, at least 1")
     parallel = require(model)
+    trouble.settle(parallel)
     begun = time.perf_counter()
     parts = parallel.replicas * parallel.microbatches if keeps_statistics(model) else 1
     program = Sequential(loss_fn, inputs, targets, parts, parallel.calls)
@@ -146,7 +148,7 @@ def untouched(parallel: Parallel) -> Iterator[None]:
     world = World.current()
     random, model, before = rng.states(), world.model, set(world.parallels)
     try:
-        with aside():
+        with aside(), world.ledger.aside():
             yield
     finally:
         world.model = model

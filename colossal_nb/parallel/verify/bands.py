@@ -29,6 +29,11 @@ class Band:
     weight: float
     coarse: bool = False
 
+    @property
+    def close(self) -> float:
+        """Of the size: as near as this is alike, where a difference is looked at."""
+        return 1e-1 if self.coarse else 1e-3
+
     def size_of_gradient(self, whole: Tensor, largest: float) -> float:
         """What a difference of the gradient counts against; `largest`: the largest entry of the model's gradients."""
         own = _largest(whole)

@@ -155,7 +155,7 @@ def _explained(sides: Sides, what: str, names: list[str]) -> dict[str, str]:
             start = sides.part(name, before) if before.dim() else before
             change = _found(sides, what, name, value) - start
             p = sides.parallel.parameters[name]
-            facts = facts_of(change, value - before, p)
+            facts = facts_of(change, value - before, p, sides.band.close)
         every = objects.all_gather(facts, sides.parallel.group(), "verify")
         ranks = sides.parallel.group().ranks
         found[name] = words(what, {r: each for r, each in zip(ranks, every, strict=True) if each is not None})

@@ -15,9 +15,6 @@ from colossal_nb.parallel.state import local_part
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Replicate
 
-CLOSE = 1e-3
-"""Of the size: as near as this is alike. Rounding is far below, another value far above."""
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -36,22 +33,25 @@ class Facts:
     place: str
 
 
-def facts_of(found: Tensor, whole: Tensor, p: Tensor) -> Facts:
-    """Collective over the axes along which the parameter is replicated; called on the ranks that hold some of it."""
+def facts_of(found: Tensor, whole: Tensor, p: Tensor, close: float) -> Facts:
+    """Collective over the axes along which the parameter is replicated; called on the ranks that hold some of it.
+
+    `close`: of the size, as near as this is alike. Rounding is far below, another value far above.
+    """
     layout, rank = layout_of(p), World.current().rank
     expected = whole if layout is None else local_part(whole, layout, rank)
     assert expected is not None
-    wrong = not near(found, expected)
+    wrong = not near(found, expected, close)
     held = None if layout is None else layout.slices(rank)
     rows: tuple[int, ...] = ()
     if wrong and found.dim():
-        bad = ((found - expected).abs() > CLOSE * expected.abs().max()).reshape(len(found), -1).any(1)
+        bad = ((found - expected).abs() > close * expected.abs().max()).reshape(len(found), -1).any(1)
         rows = tuple(row for row, flag in zip(held[0] if held else range(len(bad)), bad.tolist(), strict=True) if flag)
     return Facts(
         wrong=wrong,
-        factor=_factor(found, expected),
-        like=_like(found, whole, p) if wrong and layout is not None else None,
-        summed=_summed(found, expected, p) if layout is not None else (),
+        factor=_factor(found, expected, close),
+        like=_like(found, whole, p, close) if wrong and layout is not None else None,
+        summed=_summed(found, expected, p, close) if layout is not None else (),
         rows=rows,
         of=whole.shape[0] if whole.dim() else 1,
         digest=zlib.crc32(found.contiguous().view(-1).view(torch.uint8).numpy().data),
@@ -59,40 +59,40 @@ def facts_of(found: Tensor, whole: Tensor, p: Tensor) -> Facts:
     )
 
 
-def near(found: Tensor, expected: Tensor) -> bool:
+def near(found: Tensor, expected: Tensor, close: float) -> bool:
     """Alike within what rounding could do at most."""
     if found.shape != expected.shape:
         return False
     size = expected.abs().max().item() if expected.numel() else 0.0
-    return not found.numel() or bool((found - expected).abs().max() <= CLOSE * size)
+    return not found.numel() or bool((found - expected).abs().max() <= close * size)
 
 
-def _factor(found: Tensor, expected: Tensor) -> float:
+def _factor(found: Tensor, expected: Tensor, close: float) -> float:
     length = expected.double().square().sum()
     if not length:
         return float("nan")
     factor = (found.double() * expected.double()).sum() / length
-    return factor.item() if near(found.double(), factor * expected.double()) else float("nan")
+    return factor.item() if near(found.double(), factor * expected.double(), close) else float("nan")
 
 
-def _like(found: Tensor, whole: Tensor, p: Tensor) -> int | None:
+def _like(found: Tensor, whole: Tensor, p: Tensor, close: float) -> int | None:
     layout, own = layout_of(p), World.current().rank
     assert layout is not None
     for rank in range(layout.mesh.size):
         part = local_part(whole, layout, rank) if layout.slices(rank) != layout.slices(own) else None
-        if part is not None and part.any() and near(found, part):
+        if part is not None and part.any() and near(found, part, close):
             return rank
     return None
 
 
-def _summed(found: Tensor, expected: Tensor, p: Tensor) -> tuple[str, ...]:
+def _summed(found: Tensor, expected: Tensor, p: Tensor, close: float) -> tuple[str, ...]:
     layout, right = layout_of(p), []
     assert layout is not None
     for axis in layout.mesh.axes:
         if layout.mesh.axis_size(axis) > 1 and isinstance(layout.placement(axis), Replicate):
             total = found.clone(memory_format=torch.contiguous_format)
             group_along(layout.mesh, (axis,)).run("all_reduce", [total], of="verify")
-            if near(total, expected):
+            if near(total, expected, close):
                 right.append(axis)
     return tuple(right)
 
@@ -112,12 +112,12 @@ def words(what: str, facts: Mapping[int, Facts]) -> str:
     if axes and apart:
         return (f"replicas differ between ranks {_ranks(apart)}, and their sum over {min(axes)} is the sequential one: "
                 f"a missing all-reduce over {min(axes)}")
-    factors = sorted({round(each.factor, 4) for each in wrong.values()})
-    if all(factor == factor for factor in factors) and factors[-1] - factors[0] <= 2 * CLOSE * abs(factors[0]):
+    factors = sorted({float(f"{each.factor:.2g}") for each in wrong.values()})
+    if len(factors) == 1 and factors[0] == factors[0]:
         if factors[0] == 0:
             return f"nothing on ranks {_ranks(list(wrong))} where the sequential program has something"
         moved = "moved" if what == "weight" else "is"
-        return f"{moved} {factors[0]:.4g} times the sequential one on ranks {_ranks(list(wrong))}: a wrong scale"
+        return f"{moved} {factors[0]:g} times the sequential one on ranks {_ranks(list(wrong))}: a wrong scale"
     if apart:
         return f"replicas differ between ranks {_ranks(apart)}: an exchange between them is missing"
     like = [(rank, each.like) for rank, each in wrong.items() if each.like is not None]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from colossal_nb.parallel import objects
 from colossal_nb.parallel.batch import batch_size, bounds
-from colossal_nb.parallel.handle import holds
+from colossal_nb.parallel.handle import Parallel, holds
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.tensor.vocabulary import gather
@@ -27,7 +27,6 @@ from colossal_nb.parallel.world import World
 from colossal_nb.plan import Shard
 
 ROWS = 8  # of a sample, its last ones
-CLOSE, COARSE_CLOSE = 1e-3, 1e-1
 
 
 @dataclass
@@ -139,8 +138,7 @@ def locate(twin: Twin, whole: Twin | None, program: Sequential, band: Band, run:
     watch = Watch(twin.model, [part for part in own if part[1] > part[0]], every)
     with watch.running():
         run()
-    close = COARSE_CLOSE if band.coarse else CLOSE
-    found = _places(twin.model, watch.seen, expected, close)
+    found = _places(_own_modules(parallel), watch.seen, expected, band.close)
     told: list[Any] = objects.all_gather(found, parallel.group(), "verify")
     return _sentence([each[0] for each in told if each[0]], [each[1] for each in told if each[1]])
 
@@ -165,15 +163,33 @@ def _together(places: list[Place]) -> tuple[str, str, Place]:
     return places[0].name or "the model", said, max(places, key=lambda place: (len(place.evidence), place.difference))
 
 
-def _places(model: nn.Module, seen: Seen, expected: Seen, close: float) -> tuple[Place | None, Place | None]:
+def _own_modules(parallel: Parallel) -> dict[str, nn.Module]:
+    """Those that this rank has whole, or its slices of; a call of another stage's module returns what was received."""
+    modules = dict(parallel.model.named_modules())
+    foreign: set[str] = set()
+    if parallel.pipeline is not None:
+        split, number = parallel.pipeline.split, parallel.pipeline.number
+        stages = list(zip(split.units, split.stage_of, strict=True))
+        foreign = {unit.name for unit, stage in stages if stage != number}
+        foreign -= {unit.name for unit, stage in stages if stage == number}
+    return {
+        name: module
+        for name, module in modules.items()
+        if name not in foreign and all(holds(p, parallel.rank) for p in module.parameters())
+    }
+
+
+def _places(
+    modules: dict[str, nn.Module], seen: Seen, expected: Seen, close: float
+) -> tuple[Place | None, Place | None]:
     """The first module whose output differs, and the last one whose gradient does."""
-    rank, modules = World.current().rank, dict(model.named_modules())
+    rank = World.current().rank
     order = {name: at for at, name in enumerate(expected.order)}
     outputs, gradients = [], []
-    factor = _factor(seen, expected, order, modules)
+    factor = _factor(seen, expected, order, modules, close)
     for name, at in order.items():
         module = modules.get(name)
-        if module is None or name not in seen.outputs or not _is_here(module, rank):
+        if module is None or name not in seen.outputs:
             continue
         difference, evidence = _compared(module, seen.outputs[name], expected.outputs[name], 1.0)
         if not difference <= close:
@@ -183,10 +199,6 @@ def _places(model: nn.Module, seen: Seen, expected: Seen, close: float) -> tuple
             if not difference <= close:
                 gradients.append(Place(at, name, rank, difference))
     return outputs[0] if outputs else None, gradients[-1] if gradients else None
-
-
-def _is_here(module: nn.Module, rank: int) -> bool:
-    return all(holds(p, rank) for p in module.parameters())
 
 
 def _compared(module: nn.Module, found: Any, expected: Any, factor: float) -> tuple[float, str]:
@@ -222,16 +234,16 @@ def _cut(module: nn.Module, mine: Tensor, whole: Tensor) -> Tensor | None:
     return whole[..., list(held[0])]
 
 
-def _factor(seen: Seen, expected: Seen, order: dict[str, int], modules: dict[str, nn.Module]) -> float:
+def _factor(seen: Seen, expected: Seen, order: dict[str, int], modules: dict[str, nn.Module], close: float) -> float:
     """What gradients of sums are times gradients of means: from the last module whose gradient both know."""
     for name in reversed(order):
-        if name not in modules or not _is_here(modules[name], World.current().rank):
+        if name not in modules:
             continue
         for sample, calls in seen.gradients.get(name, {}).items():
             wanted = expected.gradients.get(name, {}).get(sample, [])
             if calls and wanted and calls[0].shape == wanted[0].shape and wanted[0].any():
                 factor = float((calls[0] * wanted[0]).sum() / wanted[0].square().sum())
-                if float((calls[0] - factor * wanted[0]).norm()) <= CLOSE * float(calls[0].norm()):
+                if float((calls[0] - factor * wanted[0]).norm()) <= close * float(calls[0].norm()):
                     return factor
                 return 1.0
     return 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
-from colossal_nb.parallel.dropout import KeyedDropout
+from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.losses import Part, own_loss
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.step import measured
@@ -56,39 +56,49 @@ class Sequential:
 
     def forward_backward(self, twin: Twin, step: int) -> float:
         """The loss of the batch; adds its gradients to `.grad`."""
-        model = twin.model
-        keyed = twin.dropout if twin.dropout is not None and model.training else None
+        own, model = twin.parallel, twin.model
+        masks = nullcontext() if own.dropout is None or not model.training else own.dropout.running()
         inputs, targets = move(whole(self.inputs), "cpu"), move(whole(self.targets), "cpu")
-        with torch.enable_grad(), keyed.running() if keyed else nullcontext():
+        with torch.enable_grad(), own.precision.working(own), masks:
             if self.parts == 1:
-                return self._at_once(model, inputs, targets, keyed, step)
-            return self._in_parts(model, pieces(inputs, targets, 1, self.parts, 0), keyed, step)
+                return self._at_once(own, inputs, targets, step)
+            return self._in_parts(own, pieces(inputs, targets, 1, self.parts, 0), step)
 
-    def _at_once(self, model: nn.Module, inputs: Any, targets: Any, keyed: KeyedDropout | None, step: int) -> float:
-        if keyed is not None:
-            keyed.begin(self.call + step, 0, batch_size(inputs))
-        args, kwargs = arguments(inputs)
-        output = model(*args, **kwargs)
-        value = own_loss(output) if self.loss_fn is None else self.loss_fn(output, targets)
+    def _at_once(self, own: Parallel, inputs: Any, targets: Any, step: int) -> float:
+        """As it is written without us."""
+        output = self._output(own, inputs, step, 0, batch_size(inputs))
+        if self.loss_fn is None:
+            value = own.precision.raised(own_loss(output))
+        else:
+            value = self.loss_fn(own.precision.raised(output), targets)
         if isinstance(value, tuple | list):
             value = value[0] / value[1]
-        value.backward()
+        with own.precision.installed():
+            value.backward()
         return float(value.detach())
 
-    def _in_parts(self, model: nn.Module, parts: list[Piece], keyed: KeyedDropout | None, step: int) -> float:
+    def _output(self, own: Parallel, inputs: Any, step: int, start: int, stop: int) -> Any:
+        if own.dropout is not None and own.model.training:
+            own.dropout.begin(self.call + step, start, stop)
+        args, kwargs = own.precision.lower(arguments(inputs))
+        with own.precision.installed(), own.precision.own_losses() if self.loss_fn is None else nullcontext():
+            return own.model(*args, **kwargs)
+
+    def _in_parts(self, own: Parallel, parts: list[Piece], step: int) -> float:
         """Sums of the parts, divided by the sum of their counts at the end."""
         samples, done = sum(piece.samples for piece in parts), list[Part]()
         for piece in parts:
-            if keyed is not None:
-                keyed.begin(self.call + step, piece.start, piece.stop)
-            args, kwargs = arguments(piece.inputs)
             with CountingMeans() if self.loss_fn is None else nullcontext() as means:
-                output = model(*args, **kwargs)
+                output = self._output(own, piece.inputs, step, piece.start, piece.stop)
+            output = output if self.loss_fn is None else own.precision.raised(output)
             result = measured(self.loss_fn, output, piece, Seen() if means is None else means.taken(), samples)
-            result.backward()
+            if self.loss_fn is None:
+                result = replace(result, value=own.precision.raised(result.value))
+            with own.precision.installed():
+                result.backward()
             done.append(result.detached())
         count = sum(part.count for part in done)
-        for p in model.parameters():
+        for p in own.parameters.values():
             if p.grad is not None and count:
                 p.grad.div_(count)
         return sum(part.sum for part in done) / count

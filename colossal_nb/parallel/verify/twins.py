@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel import objects, plain
-from colossal_nb.parallel.dropout import KeyedDropout
 from colossal_nb.parallel.handle import NAME, Parallel, find
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.outcome import alike
@@ -20,23 +19,25 @@ from colossal_nb.parallel.state import gathered
 
 Optimizers = list[torch.optim.Optimizer]
 States = dict[str, dict[str, Any]]
+CALM_SCALE = 2.0**8
 WAITS = 0  # index in the group of the rank that runs the sequential program while the others wait
 
 
 @dataclass
 class Twin:
-    """A program of its own: model, its parameters by name, optimizers, keyed dropout if it drops anything."""
+    """A program of its own, with what `parallelize` knows of its model; the sequential one's model itself carries
+    nothing of it."""
 
-    model: nn.Module
-    parameters: dict[str, nn.Parameter]
+    parallel: Parallel
     optimizers: Optimizers
-    dropout: KeyedDropout | None = None
 
     @property
-    def parallel(self) -> Parallel:
-        found = find(self.model)
-        assert found is not None
-        return found
+    def model(self) -> nn.Module:
+        return self.parallel.model
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.parallel.parameters
 
     def zero_grad(self) -> None:
         for p in self.parameters.values():
@@ -49,9 +50,16 @@ def parallel_twin(parallel: Parallel) -> Twin:
     twin = find(model)
     assert twin is not None
     twin.accumulating, twin.calls_in_step = False, 0
+    _calm(twin)
     optimizers = [_like(each, parallel, twin.parameters, _own_states(each, parallel)) for each in parallel.optimizers]
     twin.optimizers = list(optimizers)
-    return Twin(model, twin.parameters, optimizers)
+    return Twin(twin, optimizers)
+
+
+def _calm(twin: Parallel) -> None:
+    """A loss scale at which nothing overflows: no step of the two programs is skipped."""
+    if twin.precision.scale is not None:
+        twin.precision.scale.value = min(twin.precision.scale.value, CALM_SCALE)
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -89,12 +97,14 @@ def sequential_twin(parallel: Parallel) -> Twin | None:
     optimizers = [
         _like(each, parallel, twin.parameters, own) for each, own in zip(parallel.optimizers, states, strict=True)
     ]
-    return Twin(model, twin.parameters, optimizers, twin.dropout)
+    return Twin(twin, optimizers)
 
 
 def _forget(twin: Parallel) -> None:
     """Take back what `parallelize` did to a model that is whole."""
     twin.changes.undo(twin.model)
+    twin.changed()
+    _calm(twin)
     if twin.dropout is not None:
         twin.dropout.sites, twin.dropout.features, twin.dropout.index = None, (), 0
     own = twin.model.__dict__
