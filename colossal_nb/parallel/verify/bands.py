@@ -16,6 +16,8 @@ COARSE_GRADIENT = 4.5e-2  # the length of the difference of two unit vectors who
 FLOOR = 1e-3
 """Gradients are compared on the scale of their own largest entry, but at least of this share of the model's largest:
 one that is zero in exact arithmetic (a key's bias) is noise."""
+NOISE = 2
+"""Room above the estimate of what rounding does: two programs may walk the full way in opposite directions."""
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -50,9 +52,9 @@ class Band:
         walk = _largest(after.double() - before.double())
         sizes = torch.full(after.shape, max(_largest(after), walk, TINY), dtype=torch.float64)
         if slope is not None and walk:
-            noise = self.gradient * max(_largest(slope), FLOOR * largest)
+            noise = NOISE * self.gradient * max(_largest(slope), FLOOR * largest)
             share = (noise / slope.abs().double().clamp(min=1e-300)).clamp(max=1.0)
-            sizes += 2 * walk * share / self.weight
+            sizes += 2 * NOISE * walk * share / self.weight
         return sizes
 
     def difference(self, found: Tensor, expected: Tensor, size: float | Tensor, what: str) -> float:
