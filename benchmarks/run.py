@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness import RESULTS, Row, table
 
-NAMES = ("imports", "start", "cells", "lines", "step", "recording", "verify", "saving")
+NAMES = ("imports", "start", "cells", "lines", "step", "recording", "verify", "saving", "precision")
 
 
 def main() -> int:

@@ -82,7 +82,7 @@ def forward_backward(
     total, held = parallel.replicas * len(mine), list(parallel.held().values())
     fresh = not parallel.accumulating and all(p.grad is None for p in held)
     with kept.buffers(parallel), gradients.kept_apart(held):
-        unit = _unit(parallel, targets)
+        unit = _unit(parallel, targets if loss_fn is not None else _labels(inputs))
         keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples, uneven=False) else ""
         done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, unit), data)
         if not keep and _compares(parallel, loss_fn, samples, uneven=totals.uneven):
@@ -107,6 +107,11 @@ def _unit(parallel: Parallel, targets: Any) -> float:
     if parallel.precision.scale is None:
         return 1.0
     return 2.0 ** math.ceil(math.log2(max([1, *(leaf.numel() for leaf in leaves(targets))])))
+
+
+def _labels(inputs: Any) -> list[Tensor]:
+    """What a model that computes its own loss likely has as targets."""
+    return [leaf for leaf in leaves(inputs) if not leaf.is_floating_point()]
 
 
 def _attempt(parallel: Parallel, loss_fn: LossFn | None, done: Done, data: int) -> tuple[Done, agree.Totals]:
