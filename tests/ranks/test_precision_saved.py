@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from mixed_gpt import made, same, step, whole
 from recorded import record_of
 
