@@ -25,7 +25,7 @@ from colossal_nb.parallel.saving import folder
 from colossal_nb.parallel.saving.shards import Job, plain_results, results_of
 from colossal_nb.parallel.world import World
 
-_PAUSE = 12
+_PAUSE = 20
 """Seconds of rest for each second of the thread's work: it holds Python's lock for a part of the time only."""
 _LOOK_S = 0.03
 

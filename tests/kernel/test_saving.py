@@ -1,0 +1,67 @@
+"""A save in the background of a notebook's ranks: told where it fails, stopped, ended with the ranks."""
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from conftest import eventually
+
+import colossal_nb as cnb
+from colossal_nb.run import Run
+from colossal_nb.session import Session
+
+SETUP = """
+import resource, threading, torch, colossal_nb as cnb
+from colossal_nb.parallel.saving.background import Saving
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+model = cnb.parallelize(model)
+go, pause = threading.Event(), Saving._pause
+"""
+
+
+def ok(session: Session, source: str, strategy: str | None = None) -> Run:
+    run = session.run(source, strategy).wait()
+    assert run.status == "ok", {rank: (error.ename, error.evalue) for rank, error in run.errors.items()}
+    return run
+
+
+def load(path: Path) -> object:
+    return cnb.load(path, torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)))
+
+
+def test_a_save_in_the_background(tmp_path: Path) -> None:
+    path, session = tmp_path / "run", Session()
+    session.start(2)
+    try:
+        ok(session, SETUP, "dp=2")
+        ok(session, f"path = {str(path)!r}\ncnb.save(path, model, step=1)")
+        ok(session, "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+                    "if rank == 0: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))\n"
+                    "saving = cnb.save(path, model, wait=False, step=2)")
+        run = ok(session, "saving.join(); resource.setrlimit(resource.RLIMIT_FSIZE, limits)")
+        assert any("failed on rank 0" in note for note in run.notes), run.notes
+        assert load(path) == {"step": 1}
+
+        ok(session, "Saving._pause = lambda self: go.wait() and None\n"
+                    "saving = cnb.save(path, model, wait=False, step=3)")
+        run = session.run("saving.wait()")
+        timer = threading.Timer(0.5, session.interrupt)
+        timer.start()
+        run.wait()
+        timer.join()
+        assert {error.ename for error in run.errors.values()} == {"KeyboardInterrupt"}
+        ok(session, "go.set(); saving.wait()")         # the press was for the wait, not for the save
+        assert load(path) == {"step": 3}
+
+        ok(session, "go.clear()\nsaving = cnb.save(path, model, wait=False, step=4)")
+        started = psutil.Process().children(recursive=True)
+    finally:
+        session.stop()
+    begin = time.monotonic()
+    assert eventually(lambda: not any(each.is_running() for each in started)), started
+    assert time.monotonic() - begin < 10
+    assert load(path) == {"step": 3}
