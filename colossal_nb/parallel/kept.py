@@ -15,7 +15,7 @@ def buffers(parallel: Parallel) -> Iterator[None]:
     """The first time, in training and in evaluation, all buffers are copied; then those that moved in it."""
     mode = parallel.model.training
     moving = parallel.moving.get(mode)
-    every = dict(parallel.model.named_buffers())
+    every = {name: buffer for name, buffer in parallel.model.named_buffers() if not buffer.is_meta}
     watched = every if moving is None else {name: every[name] for name in moving if name in every}
     before = {name: (buffer, buffer.detach().clone()) for name, buffer in watched.items()}
     try:
