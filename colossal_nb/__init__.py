@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from colossal_nb import models as models
     from colossal_nb.parallel.checkpoint import load as load
     from colossal_nb.parallel.checkpoint import save as save
+    from colossal_nb.parallel.generate import generate as generate
     from colossal_nb.parallel.init import init as init
     from colossal_nb.parallel.lazy import lazy as lazy
     from colossal_nb.parallel.loader import loader as loader
@@ -34,6 +35,7 @@ _HOME = {
     "forward_backward": "colossal_nb.parallel.step",
     "full": "colossal_nb.parallel.state",
     "full_grad": "colossal_nb.parallel.state",
+    "generate": "colossal_nb.parallel.generate",
     "init": "colossal_nb.parallel.init",
     "lazy": "colossal_nb.parallel.lazy",
     "load": "colossal_nb.parallel.checkpoint",
@@ -56,6 +58,7 @@ __all__ = [
     "forward_backward",
     "full",
     "full_grad",
+    "generate",
     "init",
     "lazy",
     "load",

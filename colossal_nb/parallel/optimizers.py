@@ -59,6 +59,12 @@ def shapes(optimizer: torch.optim.Optimizer | None) -> dict[int, torch.Size]:
     return {} if optimizer is None else {id(p): p.shape for p in optimizer.state if isinstance(p, Tensor)}
 
 
+def whole_shapes(parameters: Iterable[nn.Parameter]) -> dict[int, torch.Size]:
+    """The shape of each parameter in the whole model, which has been cut already."""
+    layouts = ((p, layout_of(p)) for p in parameters)
+    return {id(p): torch.Size(p.shape if layout is None else layout.global_shape) for p, layout in layouts}
+
+
 def cut_state(optimizer: torch.optim.Optimizer, before: dict[int, torch.Size], rank: int) -> None:
     """Cut every state tensor that had its parameter's shape; drop the state of parameters that lie elsewhere."""
     for p in [p for p in optimizer.state if isinstance(p, Tensor)]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +113,7 @@ def split(parallel: Parallel, example: Example) -> None:
     """Run the passes in their order on a model that is still whole. Collective."""
     model, mesh, strategy = parallel.model, parallel.mesh, parallel.strategy
     before = {id(p): p.shape for p in model.parameters()}
-    with plain.removed(parallel), noted(model) as parallel.changes:
+    with plain.removed(parallel), noted(model) as parallel.changes, _all_train(model):
         if parallel.dropout is not None:
             parallel.dropout.record(model, *example)
         plan = tensor.plan(model, mesh, strategy, example)
@@ -132,6 +134,19 @@ def split(parallel: Parallel, example: Example) -> None:
         optimizers.cut_state(optimizer, before, parallel.rank)
     if deferred:
         memory.watch(parallel)
+
+
+@contextmanager
+def _all_train(model: nn.Module) -> Iterator[None]:
+    """Inside, no parameter is frozen: what the passes find and prove holds also when one trains later."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+    for p in frozen:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
 
 
 def forget_graphs(parallel: Parallel) -> None:
@@ -194,8 +209,8 @@ def _again(model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Str
             f'cnb.redistribute(model, optimizer, "{text(wanted) or "dp=1"}")'
         )
     if optimizer is not None and optimizer not in parallel.optimizers:
-        # A fresh optimizer was made on the parts; state would have the right shapes already.
         optimizers.check(optimizer, model, cut=parallel.mesh.size > 1)
+        optimizers.cut_state(optimizer, optimizers.whole_shapes(parallel.parameters.values()), parallel.rank)
         parallel.optimizers.append(optimizer)
         events.watch(parallel, optimizer)
     else:

@@ -138,7 +138,10 @@ class Pipeline:
             return kept
 
     def forward_only(self, microbatches: Sequence[Microbatch], borders: Borders | None = None) -> list[Any]:
-        """The outputs of the microbatches on the last stage (empty on the others), without gradients. Collective."""
+        """The outputs of the microbatches on the last stage (empty on the others), without gradients. Collective.
+
+        The whole model's own hooks run around it, not in it.
+        """
         executor: Executor[Any] = self._executor(microbatches, None, borders)
         with torch.no_grad():
             outputs = [executor.evaluate(number) for number in range(len(microbatches))]

@@ -68,7 +68,7 @@ class Executor(Generic[Kept]):
         args, kwargs = self.microbatches[number]
         key, specs, received = self._arrivals(args, kwargs)
         with _slice("F", self.number, number):
-            made = self.stage.run(args, kwargs, received, specs, self._border(number))
+            made = self.stage.run(args, kwargs, received, specs, self._border(number), hooks=False)
         self._depart(key, specs, made)
         return made.output if self.stage.is_last else None
 

@@ -40,24 +40,26 @@ def summed(
 def _sum(
     names: list[str], parameters: Mapping[str, nn.Parameter], stages: tuple[int, ...], used: frozenset[str], mesh: Mesh
 ) -> None:
-    """One all-reduce per dtype. Whether a parameter that the proof saw unused has a gradient travels with it."""
+    """One all-reduce per dtype; before it, where the proof saw parameters unused, a small one: have they gradients?"""
     group = World.current().group(mesh, "pp")
     if len(stages) < group.size:
         group = World.current().some("pp", tuple(group.ranks[at] for at in stages))
+    names = [name for name in names if parameters[name].requires_grad]
+    unsure = [name for name in names if name not in used]
+    if unsure:
+        flags = torch.tensor([float(parameters[name].grad is not None) for name in unsure])
+        group.run("all_reduce", [flags], of="shared gradients")
+        absent = {name for name, flag in zip(unsure, flags.tolist(), strict=True) if not flag}
+        names = [name for name in names if name not in absent]
     by_dtype: dict[torch.dtype, list[str]] = {}
     for name in names:
-        if parameters[name].requires_grad:
-            by_dtype.setdefault(parameters[name].dtype, []).append(name)
+        by_dtype.setdefault(parameters[name].dtype, []).append(name)
     for same in by_dtype.values():
         parts = [_gradient(parameters[name]).reshape(-1) for name in same]
-        unsure = [name for name in same if name not in used]
-        parts += [parts[0].new_tensor([float(parameters[name].grad is not None)]) for name in unsure]
         flat = torch.cat(parts)
         group.run("all_reduce", [flat], of="shared gradients")
-        pieces = torch.split(flat, [part.numel() for part in parts])
-        absent = {name for name, flag in zip(unsure, pieces[len(same) :], strict=True) if not flag.any()}
-        for name, piece in zip(same, pieces[: len(same)], strict=True):
-            parameters[name].grad = None if name in absent else piece.view_as(parameters[name])
+        for name, piece in zip(same, torch.split(flat, [part.numel() for part in parts]), strict=True):
+            parameters[name].grad = piece.view_as(parameters[name])
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

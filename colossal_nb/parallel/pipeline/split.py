@@ -210,7 +210,10 @@ def _needs(flow: Flow, stage_of: tuple[int, ...], stages: int) -> tuple[frozense
 def _holders(
     model: nn.Module, calls: list[Call], flow: Flow, stage_of: tuple[int, ...], stages: int
 ) -> dict[str, tuple[int, ...]]:
-    """Who needs a parameter: the stages of the units that contain or read it; the last for what the output reads."""
+    """Who needs a parameter: the stages of the units that contain or read it; the last for what the output reads.
+
+    One that nobody read is everyone's: a forward that reads it some day does so on a stage that nobody knows yet.
+    """
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, set[int]] = {name: set() for name in name_of.values()}
     for unit, call in enumerate(calls):
@@ -219,7 +222,7 @@ def _holders(
             found[name].add(stage_of[unit])
     for name in flow.output_parameters:
         found[name].add(stages - 1)
-    return {name: tuple(sorted(at or {0})) for name, at in found.items()}
+    return {name: tuple(sorted(at or range(stages))) for name, at in found.items()}
 
 
 def _buffers(model: nn.Module, calls: list[Call], stage_of: tuple[int, ...]) -> dict[str, int]:

@@ -94,9 +94,11 @@ class Stage:
         received: Mapping[Value, torch.Tensor],
         specs: Specs,
         border: Border | None = None,
+        hooks: bool = True,
     ) -> Made:
         """One forward. `received` has every value of `split.needs[number]`, `specs` every unit of earlier stages.
 
+        Without `hooks` those of the whole model do not run: they run around this call.
         Raises RuntimeError when the forward did not pass all of the stage's units (it went another way than recorded).
         """
         run = _Run(self, received, specs, border)
@@ -110,7 +112,7 @@ class Stage:
         # A forward may write into its inputs: each stage has its own.
         args, kwargs = rebuild((args, kwargs), lambda tensor: tensor.clone())
         with _transparent_checkpoints(), modules_call_modules(), replaced_forwards(replacements), suppress(_Leave):
-            run.made.output = self.model(*args, **kwargs)
+            run.made.output = (self.model if hooks else self.model.forward)(*args, **kwargs)
         self._check_complete(run)
         return run.made
 
