@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import memory
+from colossal_nb.parallel import memory, parameter_hooks
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel
 
@@ -17,22 +17,33 @@ BUCKET_BYTES = 25 * 2**20
 
 @contextmanager
 def kept_apart(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Inside, `.grad` begins as None; afterwards what was there before is added. An error brings it back as it was."""
+    """Inside, `.grad` begins as None; afterwards what was there before is added. An error brings it back as it was.
+
+    The user's hooks on parameters see what is in `.grad` at the end, and what it is after the addition.
+    """
     before = [(p, p.grad) for p in parameters if p.grad is not None]
+    hooked = parameter_hooks.of_users(parameters)
     for p, _ in before:
         p.grad = None
     try:
-        yield
+        with parameter_hooks.aside(hooked):
+            yield
+        for each in hooked:
+            each.change()
     except BaseException:
         for p in parameters:
             p.grad = None
         for p, old in before:
             p.grad = old
         raise
+    fresh = {id(p) for p in parameters if p.grad is not None}
     for p, old in before:
         if p.grad is not None:
             old.add_(p.grad)
         p.grad = old
+    for each in hooked:
+        if id(each.p) in fresh:
+            each.accumulated()
 
 
 def finish(parallel: Parallel, active: dict[str, bool], count: float) -> None:

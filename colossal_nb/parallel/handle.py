@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from colossal_nb.parallel import compiled
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.origin import Origin
@@ -175,6 +176,11 @@ def require(model: Any) -> Parallel:
     parallel = find(model)
     if parallel is None:
         what = type(model).__name__
+        if compiled.wraps(model) and find(model._orig_mod) is not None:
+            raise ValueError(
+                "this model was compiled after parallelize: take the model that parallelize returned; torch.compile "
+                "does not run on several ranks"
+            )
         raise ValueError(
             f"this {what} is not parallel yet: model, optimizer = cnb.parallelize(model, optimizer) comes first"
         )

@@ -17,6 +17,7 @@ from torch.nn.modules import module as hooks_on_all
 
 from colossal_nb.parallel.compat import top_saved_tensors_hooks
 from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.parameter_hooks import ours
 from colossal_nb.record.events import CATEGORIES
 from colossal_nb.record.recorder import Recorder
 
@@ -192,7 +193,7 @@ class Ledger:
         if parameter.requires_grad and (hooked is None or hooked() is not parameter):
             self._graded[id(parameter)] = weakref.ref(parameter)
             hook = _gradient_hook(weakref.ref(self), name)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(ours(hook))  # type: ignore[no-untyped-call]
 
     def watch_states(self, optimizer: torch.optim.Optimizer, model: nn.Module, prefix: str = "") -> None:
         """Count what the optimizer keeps; call after its step (states are made in the first one)."""

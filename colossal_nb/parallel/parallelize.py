@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel import clip, events, lazy, memory, optimizers, plain, report, state, tensor
+from colossal_nb.parallel import clip, compiled, events, lazy, memory, optimizers, plain, report, state, tensor
 from colossal_nb.parallel.agree import differing
 from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.dropout import KeyedDropout
@@ -51,6 +51,7 @@ def parallelize(
         return _again(model, optimizer, strategy)
     wanted = chosen(strategy, world)
     mesh = wanted.mesh(world.world_size)
+    compiled.refuse(model, mesh.size)
     if optimizer is not None:
         optimizers.check(optimizer, model, cut=mesh.size > 1)
     if mesh.axis_size("pp") == 1 and (cuts is not None or stage_weights is not None):
@@ -236,4 +237,3 @@ def _compare_weights(parallel: Parallel) -> None:
             f"the weights of {ranks_text(odd)} differ from the others': every rank builds the same model, so draw the "
             "weights from one seed in the cell that makes it (torch.manual_seed(0) before it), or load the same file"
         )
-

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import objects, trouble
+from colossal_nb.parallel import compiled, objects, trouble
 from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.handle import NAME, Parallel, require_cell
+from colossal_nb.parallel.parameter_hooks import register_first
 from colossal_nb.parallel.recompute import recomputing
 from colossal_nb.parallel.scaled import scaled
 from colossal_nb.parallel.structure import leaves, rebuild
@@ -59,6 +60,7 @@ def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Forward of the global batch. Raises ValueError with pp > 1 while gradients are on."""
     require_cell(parallel)
     trouble.settle(parallel)
+    compiled.refuse(parallel.model, parallel.mesh.size)
     if parallel.pending:
         from colossal_nb.parallel.parallelize import split
 
@@ -148,7 +150,7 @@ def _average_hooks(parallel: Parallel) -> None:
     for p in parallel.parameters.values():
         if p.requires_grad and id(p) not in parallel.hooked:
             parallel.hooked.add(id(p))
-            p.register_hook(_average(parallel))  # type: ignore[no-untyped-call]
+            register_first(p, _average(parallel))
 
 
 def _average(parallel: Parallel) -> Callable[[Tensor], Tensor | None]:

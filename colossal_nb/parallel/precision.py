@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from colossal_nb.parallel.absent import absent
 from colossal_nb.parallel.counting import LOSSES
-from colossal_nb.parallel.pipeline.split import absent
 from colossal_nb.parallel.scaled import scaled
 from colossal_nb.parallel.structure import rebuild
 from colossal_nb.parallel.tensor.vocabulary import ShardedLogits, wrap

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel import events, memory, objects, optimizers, trouble
+from colossal_nb.parallel.absent import absent
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel, find, holds, require_whole, tell, text
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.outcome import alike
 from colossal_nb.parallel.parallelize import chosen, distribute, forget_graphs
-from colossal_nb.parallel.pipeline.split import absent
 from colossal_nb.parallel.saving import rng
 from colossal_nb.parallel.saving.contents import as_list, is_part, owner
 from colossal_nb.parallel.state import gathered, local_part

@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import agree, events, gradients, kept, loss_scale, memory, outputs, trouble
+from colossal_nb.parallel import (
+    agree,
+    compiled,
+    events,
+    gradients,
+    kept,
+    loss_scale,
+    memory,
+    outputs,
+    parameter_hooks,
+    trouble,
+)  # fmt: skip
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel, require
@@ -65,6 +76,7 @@ def forward_backward(
     """
     parallel = require(model)
     trouble.settle(parallel)
+    compiled.refuse(model, parallel.mesh.size)
     if World.current().verify:
         from colossal_nb.parallel.verify import verify_once
 
@@ -252,6 +264,9 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     if parallel.accumulating:
         raise ValueError("accumulate(model) is already open for this model: one block around all calls suffices")
     held = list(parallel.held().values())
+    if parameter_hooks.of_users(held):
+        yield  # a hook sees the gradient of each batch, which therefore must be there
+        return
     with gradients.kept_apart(held):
         parallel.accumulating = True
         try:

@@ -203,4 +203,5 @@ def distilled(cnb: Any, lab: Lab) -> nn.Module:
 PROGRAMS: list[Program] = [
     validation, inference_mode, dropout_only_while_training, ema_by_hand, averaged_model, best_in_memory, generated,
     sampled_by_hand, distilled,
+    ema_shadow,
 ]  # fmt: skip

@@ -145,4 +145,5 @@ def frozen_by_zeros(cnb: Any, lab: Lab) -> nn.Module:
 PROGRAMS: list[Program] = [
     forward_hooks_change, forward_hooks_change_added_later, inner_backward_hooks, reading_hooks_leave_everything,
     frozen_by_zeros,
+    parameter_hooks, parameter_hooks_added_later, hooks_that_go, hooks_with_repeated_batches,
 ]  # fmt: skip

@@ -234,4 +234,5 @@ def parameters_reset(cnb: Any, lab: Lab) -> nn.Module:
 PROGRAMS: list[Program] = [
     focal_loss, label_smoothing, classes_first, sum_and_count, loss_inside, outputs_returned, loop_by_hand,
     data_loader, seeds, autocast_is_closed, loaded_on_the_way,
+    weights_changed_by_hand,
 ]  # fmt: skip

@@ -182,4 +182,5 @@ def optimizer_per_parameter(cnb: Any, lab: Lab) -> nn.Module:
 PROGRAMS: list[Program] = [
     two_optimizers, optimizer_made_afterwards, state_from_before, weight_decay_groups, groups_made_afterwards,
     group_added_later, closure, state_goes_back, state_into_a_new_optimizer, learning_rate_by_hand, descent_by_hand,
+    optimizer_per_parameter,
 ]  # fmt: skip

@@ -68,7 +68,7 @@ def test_a_scalar_read_in_glue_goes_to_all_later_stages() -> None:
 def test_a_shared_block_is_held_by_all_its_stages() -> None:
     found = split_of("one block four times", 4)
     assert found.holders["blocks.0.up.weight"] == (0, 1, 2, 3)
-    assert found.holders["blocks.1.up.weight"] == (0,)  # never called: somebody keeps it
+    assert found.holders["blocks.1.up.weight"] == (0, 1, 2, 3)  # never called: who will is not known
     assert crossing(found)[2] == ["blocks.0 (call 2)"]
 
 

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from colossal_nb.parallel.absent import absent_like
 from colossal_nb.parallel.layouts import layout_of, set_layout
-from colossal_nb.parallel.pipeline.split import Split, absent_like
+from colossal_nb.parallel.pipeline.split import Split
 from colossal_nb.plan.layout import Layout, On, Placement, Replicate
 from colossal_nb.plan.mesh import Mesh
 
@@ -39,7 +40,7 @@ def placement(split: Split, name: str) -> Placement:
 
 
 def prune(model: nn.Module, split: Split, stage: int) -> None:
-    """Replace the values of what a stage does not hold by NaN, one element of memory each. Objects stay the same."""
+    """Replace the values of what a stage does not hold by NaN that costs next to no memory. Objects stay the same."""
     for name, parameter in model.named_parameters():
         if stage not in split.holders[name]:
             parameter.data = absent_like(parameter)

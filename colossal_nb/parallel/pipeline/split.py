@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
+from colossal_nb.parallel.absent import absent_like
 from colossal_nb.parallel.pipeline.cut import best_cuts, heaviest, stages_of
 from colossal_nb.parallel.pipeline.dataflow import Flow, Value, follow
 from colossal_nb.parallel.pipeline.units import choose_units
@@ -109,17 +109,6 @@ def split(
         buffers=_buffers(model, calls, stage_of),
         output=rebuild(record.output, absent_like),
     )
-
-
-def absent_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that is not there: NaN (0 for whole numbers) in every place, one element of memory."""
-    return absent(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-def absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """See `absent_like`. NaN, so that a use of what is missing cannot stay unseen."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 def _numbers(calls: list[Call]) -> dict[Call, int]:

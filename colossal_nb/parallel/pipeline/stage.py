@@ -17,9 +17,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import checkpoint
 
+from colossal_nb.parallel.absent import absent
 from colossal_nb.parallel.compat import in_backward
 from colossal_nb.parallel.pipeline.dataflow import Value
-from colossal_nb.parallel.pipeline.split import Split, absent
+from colossal_nb.parallel.pipeline.split import Split
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.trace import replaced_forwards
 

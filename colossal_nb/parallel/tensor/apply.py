@@ -9,8 +9,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from colossal_nb.parallel.absent import absent
 from colossal_nb.parallel.collectives import group_of
 from colossal_nb.parallel.layouts import layout_of, set_layout
+from colossal_nb.parallel.parameter_hooks import register_first
 from colossal_nb.parallel.tensor.embedding1d import Embedding1D, RowRange
 from colossal_nb.parallel.tensor.linear1d import (
     ColumnLinear1D,
@@ -119,7 +121,7 @@ def cut_parameter(parameter: Tensor | None, dim: int, parts: Parts, plan: Tensor
         if layout.slices(World.current().rank) is None:
             shape = list(layout.global_shape)
             shape[dim] = len(parts[index])
-            parameter.data = parameter.data.new_full((), float("nan")).expand(shape)
+            parameter.data = absent(tuple(shape), parameter.dtype, parameter.device)
             return
         gradient, parameter.grad = parameter.grad, None
         parameter.data = take(parameter.data, dim, parts[index])
@@ -156,4 +158,4 @@ def _sum_gradients(parameter: Tensor, plan: TensorPlan, index: int, name: str) -
         return whole.index_select(placement.dim, mine)
 
     if parameter.requires_grad:
-        parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+        register_first(parameter, summed)
