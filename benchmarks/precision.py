@@ -86,7 +86,7 @@ def measure(names: list[str], blocks: int) -> dict[str, list[float]]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=20)
+    parser.add_argument("--blocks", type=int, default=4)
     options = parser.parse_args()
     rows: list[Row] = []
     for mine, theirs in (("ours bf16", "bf16 by hand"), ("ours recompute", "torch.utils.checkpoint")):
