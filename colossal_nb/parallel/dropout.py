@@ -8,89 +8,133 @@ with dropout is computed in the open (the scores exist), since no fused kernel t
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from colossal_nb.parallel.attention import attention_arguments, attention_weights, repeated
 from colossal_nb.parallel.compat import in_backward
 
 Site = tuple[str, int]
 Features = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 """Per sharded region its name and, per rank, the features that its row-parallel linear reads there."""
-# In torch.nn.functional; of these dropout1d, 2d, 3d drop whole channels: the dims behind the channel share its fate.
+# What all of torch's dropouts end in, under whatever name they were imported; the "feature" ones drop whole channels.
 # A function mode would not do: it is off inside a backward, where checkpointed blocks run again.
-REPLACED = ("dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_attention")
+ENDINGS = tuple(f"{kind}dropout{end}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for end in ("", "_"))
+ATTENTION = functional.scaled_dot_product_attention
+MOST_STATES = 4096  # of forwards whose backward may be to come
+Part = tuple[Any, int, int]
+ALPHA = 1.7580993408473766  # where torch's alpha dropout puts what it drops
 
 
 class KeyedDropout:
-    """Active while the model runs in training mode. `sites`: the shapes that the whole model has at its sites."""
+    """Active while the model runs in training mode. `sites`: the shapes that the whole model has at its sites.
+
+    Torch's seed says whose samples are under way and which dropouts they have passed: a checkpointed block, which runs
+    again when other samples may be under way, finds both again with the random state that torch restores for it.
+    """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.seed = seed
         self.sites: dict[Site, torch.Size] | None = None
         self.features: Features = ()
         self.index = 0
-        self._recording = False
+        self._recording = self._active = False
+        self._again: ExitStack | None = None
         self._inside: list[str] = []
-        self._parts: dict[int, tuple[int, int, int]] = {}
-        self._calls: Counter[tuple[int, str, bool]] = Counter()
+        self._states: dict[int, tuple[Part, dict[str, int]]] = {}
+        self._forwards = (0, 0)
+        self._named = _attention_by_name(model)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(_Enter(self, name))
             module.register_forward_hook(_Leave(self), always_call=True)
 
-    def begin(self, call: int, start: int, stop: int) -> None:
-        """The samples `start` to `stop` - 1 of the call's global batch are next.
+    def entered(self, name: str) -> None:
+        """A module's call begins; in a backward it may be a checkpointed block whose first run was keyed."""
+        if not self._active and not self._inside and in_backward() and torch.initial_seed() in self._states:
+            self._again = ExitStack()
+            self._again.enter_context(self._replaced())
+        self._inside.append(name)
 
-        Their key becomes torch's seed: checkpointed blocks, which run again when other samples may be under way, find
-        it again with the random state that torch restores for them.
-        """
-        key = _number(self.seed, call, start, stop)
-        torch.manual_seed(key)
-        self._parts[key] = call, start, stop
+    def left(self) -> None:
+        """It ends."""
+        if self._inside:
+            self._inside.pop()
+        if not self._inside and self._again is not None:
+            self._again.close()
+            self._again = None
+
+    def begin(self, call: Any, start: int, stop: int) -> None:
+        """The samples `start` to `stop` - 1 of the call's global batch are next."""
         self._inside.clear()
+        self._become(_number(self.seed, call, start, stop), (call, start, stop), {})
 
-    def place(self) -> tuple[str, dict[tuple[int, str], int]]:
-        """Which site is next, for `again`."""
-        again = in_backward()
-        counts = {(seed, name): count for (seed, name, second), count in self._calls.items() if second == again}
-        return self._inside[-1] if self._inside else "", counts
+    def _become(self, key: int, part: Part, counts: dict[str, int]) -> None:
+        torch.manual_seed(key)
+        self._states[key] = part, counts
+        if len(self._states) > MOST_STATES:
+            self._states.pop(next(iter(self._states)))
+
+    def place(self) -> str:
+        """The module that is running, for `again`."""
+        return self._inside[-1] if self._inside else ""
 
     @contextmanager
-    def again(self, place: tuple[str, dict[tuple[int, str], int]]) -> Iterator[None]:
-        """Inside, a part of a forward runs a second time, in a backward, from the place where it began."""
-        name, counts = place
-        before, inside = self._calls, self._inside
-        self._calls = Counter({(seed, site, True): count for (seed, site), count in counts.items()})
-        self._inside = [name]
+    def again(self, name: str) -> Iterator[None]:
+        """Inside, a part of a forward runs a second time, in a backward, with the random state of its first time."""
+        before, self._inside = self._inside, [name]
         try:
-            yield
+            with nullcontext() if self._active else self._replaced():
+                yield
         finally:
-            self._calls, self._inside = before, inside
+            self._inside = before
+
+    @contextmanager
+    def forward(self, step: int, start: int, stop: int) -> Iterator[None]:
+        """For a forward outside of forward_backward, whose backward comes later: the next one of this step."""
+        self._forwards = (step, self._forwards[1] + 1 if self._forwards[0] == step else 1)
+        state = torch.get_rng_state()
+        try:
+            with self._replaced():
+                self.begin(("forward", *self._forwards), start, stop)
+                yield
+        finally:
+            torch.set_rng_state(state)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, dropout is keyed; torch's random state is afterwards what it was."""
         state = torch.get_rng_state()
-        before = {name: getattr(functional, name) for name in REPLACED}
-        for name, func in before.items():
-            setattr(functional, name, self._replacement(name, func))
+        try:
+            with self._replaced():
+                yield
+        finally:
+            torch.set_rng_state(state)
+            self._states.clear()
+
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        places = [(vars(room), name) for room in (torch, torch._VF) for name in ENDINGS]
+        places += [(vars(functional), ATTENTION.__name__), *((named.room, named.name) for named in self._named)]
+        before = [(room, name, room.get(name)) for room, name in places]
+        for room, name in places:
+            room[name] = self._replacement(name if name in ENDINGS else ATTENTION.__name__)
+        active, self._active = self._active, True
         try:
             yield
         finally:
-            for name, func in before.items():
-                setattr(functional, name, func)
-            torch.set_rng_state(state)
-            self._parts.clear()
-            self._calls.clear()
+            self._active = active
+            for room, name, value in before:
+                if value is None:
+                    del room[name]
+                else:
+                    room[name] = value
 
     def record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the whole model once in training mode and note the shapes at its sites; model and states stay."""
@@ -110,42 +154,43 @@ class KeyedDropout:
                 for buffer, before in buffers:
                     buffer.copy_(before)
 
-    def _replacement(self, name: str, func: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands in torch.nn.functional under a name while the model runs."""
-        if name == "scaled_dot_product_attention":
-            return lambda *args, **kwargs: self._attention(func, args, kwargs)
+    def _replacement(self, name: str) -> Callable[..., Any]:
+        """What stands under a name while the model runs."""
+        if name == ATTENTION.__name__:
+            return self._attention
+        plain = getattr(torch._C._VariableFunctions, name)
 
-        def dropout(*args: Any, **kwargs: Any) -> Any:
-            given = _arguments(func, args, kwargs)
-            if given["training"] and given["p"] > 0:
-                return self._dropout(given, name != "dropout")
-            return func(*args, **kwargs)
+        def dropout(input: Tensor, p: float, train: bool) -> Any:  # noqa: A002 - torch's own name
+            return self._dropout(name, input, p) if train and p > 0 else plain(input, p, train)
 
         return dropout
 
-    def _dropout(self, given: dict[str, Any], channels: bool) -> Tensor:
-        x: Tensor = given["input"]
+    def _dropout(self, name: str, x: Tensor, p: float) -> Tensor:
+        channels = name.startswith("feature")
         shape = torch.Size([*x.shape[:2], *[1] * (x.dim() - 2)]) if channels else x.shape
-        mask = self._mask(shape, given["p"], x)
-        if given["inplace"]:
-            return x.mul_(mask)
-        return x * mask
+        mask, rest = self._mask(shape, p, x), None
+        if "alpha" in name:
+            kept = (mask > 0).to(x.dtype)
+            scale = 1 / math.sqrt((ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+            mask, rest = kept * scale, (kept - 1 + p) * (ALPHA * scale)
+        if name.endswith("_"):
+            return x.mul_(mask) if rest is None else x.mul_(mask).add_(rest)
+        return x * mask if rest is None else x * mask + rest
 
-    def _attention(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        given = _attention_arguments(*args, **kwargs)
+    def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = attention_arguments(*args, **kwargs)
         if not given["dropout_p"]:
-            result: Tensor = func(*args, **kwargs)
+            result: Tensor = ATTENTION(*args, **kwargs)
             return result
         weights = attention_weights(given)
-        return (weights * self._mask(weights.shape, given["dropout_p"], weights)) @ _repeated(given["value"], given)
+        return (weights * self._mask(weights.shape, given["dropout_p"], weights)) @ repeated(given["value"], given)
 
     def _mask(self, shape: torch.Size, p: float, like: Tensor) -> Tensor:
         """0 or 1 / (1 - p) for every element of `shape`."""
-        site = self._site()
+        (call, start, stop), site = self._site(shape[0] if shape else 1)
         if self._recording:
             assert self.sites is not None
             self.sites[site] = shape
-        call, start, stop = self._parts.get(torch.initial_seed(), (0, 0, shape[0]))
         count = stop - start
         rows = shape[0]
         tail = [rows // count, *shape[1:]] if rows % count == 0 else list(shape)
@@ -162,22 +207,23 @@ class KeyedDropout:
         scale = 0.0 if p == 1 else 1 / (1 - p)
         return drawn.mul_(scale).reshape(shape).to(device=like.device, dtype=like.dtype)
 
-    def _site(self) -> Site:
-        """The innermost module and the number of this dropout among those of its calls for these samples."""
-        name = self._inside[-1] if self._inside else ""
-        key = torch.initial_seed(), name, in_backward()
-        self._calls[key] += 1
-        return name, self._calls[key] - 1
+    def _site(self, rows: int) -> tuple[Part, Site]:
+        """Whose samples these are; the innermost module and the number of this dropout among those of its calls."""
+        name, seed = self._inside[-1] if self._inside else "", torch.initial_seed()
+        part, counts = self._states.get(seed, ((0, 0, rows), {}))
+        number = counts.get(name, 0)
+        self._become(_number(seed, name, number), part, counts | {name: number + 1})
+        return part, (name, number)
 
     def _held(self, site: Site, shape: torch.Size) -> tuple[int, int, list[int]] | None:
         """The dim of a sample's mask that is cut on this rank, its whole length, and what this rank has of it.
 
-        Heads are dim 1 of four, features the last dim of fewer.
+        Heads are dim 1 of four, features the last dim of fewer; a batch may have other dims than the example had.
         """
         whole_shape = (self.sites or {}).get(site)
-        if not self.features or whole_shape is None or len(whole_shape) != len(shape):
+        if not self.features or not whole_shape or not shape:
             return None
-        dim = 1 if len(shape) == 4 else -1
+        dim = 1 if len(shape) == len(whole_shape) == 4 else -1
         whole, local = whole_shape[dim], shape[dim]
         for region, parts in self.features:
             if whole == local or not (not region or site[0] == region or site[0].startswith(f"{region}.")):
@@ -197,7 +243,7 @@ class _Enter:
     name: str
 
     def __call__(self, *_: Any) -> None:
-        self.dropout._inside.append(self.name)
+        self.dropout.entered(self.name)
 
 
 @dataclass(frozen=True)
@@ -207,52 +253,28 @@ class _Leave:
     dropout: KeyedDropout
 
     def __call__(self, *_: Any) -> None:
-        if self.dropout._inside:
-            self.dropout._inside.pop()
+        self.dropout.left()
 
 
-def attention_weights(given: dict[str, Any]) -> Tensor:
-    """softmax(q k^T / sqrt(width)) with its masks; a row in which nothing may be seen is 0."""
-    query, key = given["query"], _repeated(given["key"], given)
-    scale = given["scale"] if given["scale"] is not None else 1 / math.sqrt(query.shape[-1])
-    scores = query @ key.transpose(-2, -1) * scale
-    mask = given["attn_mask"]
-    if given["is_causal"]:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is None:
-        return torch.softmax(scores, -1)
-    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    blind = (scores == -math.inf).all(-1, keepdim=True)
-    return torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(blind, 0)
+@dataclass(frozen=True)
+class _Named:
+    """A name in the globals of somebody's code. A copy of a model has the same code."""
+
+    room: dict[str, Any]
+    name: str
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Named:
+        return self
 
 
-def _repeated(x: Tensor, given: dict[str, Any]) -> Tensor:
-    """Keys or values as often as there are query heads."""
-    if not given["enable_gqa"]:
-        return x
-    return x.repeat_interleave(given["query"].shape[-3] // x.shape[-3], dim=-3)
+def _attention_by_name(model: nn.Module) -> list[_Named]:
+    """Where the code of a model's modules has torch's attention under a name of its own."""
+    code = {id(room): room for room in (_globals(module) for module in model.modules()) if room is not vars(functional)}
+    return [_Named(room, name) for room in code.values() for name, value in room.items() if value is ATTENTION]
 
 
-def _attention_arguments(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """The arguments of scaled_dot_product_attention by name; it has no signature of its own."""
-    return {
-        "query": query, "key": key, "value": value, "attn_mask": attn_mask, "dropout_p": dropout_p,
-        "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa,
-    }  # fmt: skip
-
-
-def _arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    given = _signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    return given.arguments
-
-
-@cache
-def _signature(func: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(func)
+def _globals(module: nn.Module) -> dict[str, Any]:
+    return getattr(getattr(type(module).forward, "__func__", type(module).forward), "__globals__", {})
 
 
 def _number(*key: Any) -> int:

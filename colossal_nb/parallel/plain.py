@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -72,13 +72,31 @@ def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
             f"would not reach the others. To train:\n    {LINE}\nTo evaluate: with torch.no_grad(): model(x)"
         )
     if parallel.replicas == 1:
-        return _delivered(parallel, _forward(parallel, whole(args), whole(kwargs)))
+        args, kwargs = whole(args), whole(kwargs)
+        with _keyed(parallel, 0, _samples(args, kwargs)):
+            output = _forward(parallel, args, kwargs)
+        return _delivered(parallel, output)
     _average_hooks(parallel)
     return _replicated(parallel, args, kwargs)
 
 
 def _wants_gradients(parallel: Parallel) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in parallel.parameters.values())
+
+
+def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """1 for inputs that are no batch."""
+    try:
+        return max(1, batch_size((args, kwargs)))
+    except ValueError:
+        return 1
+
+
+def _keyed(parallel: Parallel, start: int, stop: int) -> AbstractContextManager[None]:
+    """Dropout of these samples is keyed, as in forward_backward; a second forward of a step draws other masks."""
+    if parallel.dropout is None or not parallel.model.training:
+        return nullcontext()
+    return parallel.dropout.forward(parallel.step, start, stop)
 
 
 def _forward(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,7 +125,7 @@ def _replicated(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any
     start, stop = parts[parallel.place["dp"]]
     first, last = (start, stop) if stop > start else (0, 1)
     args, kwargs = cut(args, samples, first, last), cut(kwargs, samples, first, last)
-    with CountingMeans() as means:
+    with CountingMeans() as means, _keyed(parallel, first, last):
         output = _forward(parallel, args, kwargs)
     if parallel.is_last:
         sizes = [end - begin for begin, end in parts]

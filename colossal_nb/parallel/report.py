@@ -55,12 +55,20 @@ def caveats(parallel: Parallel) -> list[str]:
     return found
 
 
-_UNKEYED = (nn.AlphaDropout, nn.FeatureAlphaDropout)
+_UNKEYED = (nn.RNNBase,)
 
 
 def drops(module: nn.Module) -> bool:
     """Whether a module says that it drops something: a Dropout, or an attribute named so, with a probability."""
     if isinstance(module, _DropoutNd):
         return module.p > 0
+    if "dropout" in _names_used(module) and not any("dropout" in name for name in vars(module)):
+        return True  # functional.dropout(x, 0.1, self.training)
     values = (value for name, value in vars(module).items() if "dropout" in name)
     return any(isinstance(value, float) and value > 0 for value in values)
+
+
+def _names_used(module: nn.Module) -> tuple[str, ...]:
+    """The attributes that the code of a forward asks for."""
+    code = getattr(type(module).forward, "__code__", None)
+    return code.co_names if code is not None else ()

@@ -8,6 +8,8 @@ import torch
 from small_gpt import loss_fn
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.functional import dropout as by_name
+from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint
 
 import colossal_nb as cnb
@@ -128,3 +130,118 @@ def test_open_attention_is_torchs(mask: str | None) -> None:
     expected = functional.scaled_dot_product_attention(q, k, v, **given)
     weights = attention_weights({"query": q, "key": k, "value": v, **given})
     torch.testing.assert_close(weights @ v.repeat_interleave(2, 1), expected, rtol=1e-12, atol=1e-12)
+
+
+class Named(nn.Module):
+    """Every way to drop that torch has, under names of one's own, with probabilities that no attribute tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 5)
+        self.inside = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.alpha, self.channels = nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(by_name(functional.gelu(self.up(x)), 0.3, self.training))
+        x = x + attention(x[:, None], x[:, None], x[:, None], dropout_p=0.3 if self.training else 0.0)[:, 0]
+        x = x + self.inside(x, x, x)[0] + self.inside(x, x, x, need_weights=False)[0]
+        x = torch.dropout(self.alpha(x), 0.2, self.training)
+        x = functional.dropout1d(functional.dropout(x, 0.1, self.training, True), 0.2, self.training)
+        out: Tensor = self.head(self.channels(x))
+        return out
+
+    def example_inputs(self) -> tuple[Tensor]:
+        return (torch.linspace(-1, 1, 48).view(2, 3, 8).to(self.up.weight.dtype),)
+
+
+class Twice(Named):
+    """One block, called twice, each time checkpointed: the backward meets the second call first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=False)
+        out: Tensor = self.head(x)
+        return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Dropping()
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + by_name(self.down(by_name(functional.gelu(self.up(x)), 0.3, self.training)), 0.3)
+        return out
+
+
+def stepped(make: Any, strategy: str, by_hand: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of three steps, written by hand or not, and the weights."""
+    torch.manual_seed(0)
+    model: Any = make().double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = cnb.parallelize(model, optimizer, strategy)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(3):
+        inputs = torch.randn(5, 3, 8, generator=generator, dtype=torch.float64)
+        targets = torch.randint(5, (5, 3), generator=generator)
+        optimizer.zero_grad()
+        if by_hand:
+            loss = loss_fn(model(inputs), targets)
+            loss.backward()
+        else:
+            loss = cnb.forward_backward(model, loss_fn, inputs, targets)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@cache
+def stepped_alone(ranks: Any, make: Any, by_hand: bool) -> tuple[list[float], dict[str, Tensor]]:
+    (found,) = ranks(1).run(stepped, make, "", by_hand)
+    return found
+
+
+@pytest.mark.parametrize(("count", "strategy"), [(2, "dp=2"), (2, "tp=2"), (4, "dp=2 tp=2")])
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("make", [Named, Twice])
+def test_every_kind_of_dropout_in_every_loop(ranks: Any, make: Any, by_hand: bool, count: int, strategy: str) -> None:
+    losses, weights = stepped_alone(ranks, make, by_hand)
+    for found, ours in ranks(count).run(stepped, make, strategy, by_hand):
+        assert found == pytest.approx(losses, rel=1e-10)
+        for name, expected in weights.items():
+            torch.testing.assert_close(ours[name], expected, rtol=1e-9, atol=1e-12)
+
+
+def gradient_by_hand(checkpointed: bool) -> list[Tensor]:
+    """Of one keyed forward; a checkpointed block must find its masks again."""
+    torch.manual_seed(0)
+    model: Any = Twice().double()
+    if not checkpointed:
+        model.forward = lambda x: model.head(model.block(model.block(x)))
+    model = cnb.parallelize(model)
+    inputs = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model(inputs).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_a_block_called_twice_finds_both_of_its_masks_again(ranks: Any) -> None:
+    again, kept = (ranks(1).run(gradient_by_hand, checkpointed)[0] for checkpointed in (True, False))
+    for one, other in zip(again, kept, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_alpha_dropout_keeps_mean_and_deviation(kind: Any) -> None:
+    drop = kind(0.3)
+    keyed = KeyedDropout(drop, seed=3)
+    x = torch.randn(100, 200, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with keyed.running():
+        keyed.begin(0, 0, 100)
+        found = drop(x)
+    assert abs(found.mean().item()) < 0.02
+    assert abs(found.std().item() - 1) < 0.02
