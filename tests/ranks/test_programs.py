@@ -7,7 +7,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from programs import evaluation, freezing, hooks, losses, optimizers, schedules
+from programs import evaluation, freezing, hooks, losses, optimizers, schedules, transformers_models
 
 pytestmark = pytest.mark.ranks
 
@@ -35,7 +35,7 @@ ON_EIGHT = [
 REFUSED = {losses.loop_by_hand: ("pp", "with pp=2 the output of model(x) lies on the last stage")}
 
 
-def visit(cells: list[Cell], strategy: str) -> list[Any]:
+def visit(cells: tuple[Cell, ...], strategy: str) -> list[Any]:
     """Every program of a group on one rank, one after another; a sentence for what was refused."""
     outcomes = []
     for _, program, kind in cells:
@@ -47,16 +47,16 @@ def visit(cells: list[Cell], strategy: str) -> list[Any]:
     return outcomes
 
 
-def cells_on(count: int, group: str | None = None) -> list[Cell]:
+def cells_on(count: int, group: str | None = None) -> tuple[Cell, ...]:
     """What is run on so many ranks."""
     chosen = [cell for cell in CELLS if count < 8 or (cell[1] in ON_EIGHT and cell[2] == "gpt")]
-    return [cell for cell in chosen if group in (None, cell[0])]
+    return tuple(cell for cell in chosen if group in (None, cell[0]))
 
 
 @cache
-def visited(ranks: Any, group: str, count: int, strategy: str) -> list[list[Any]]:
+def visited(ranks: Any, cells: tuple[Cell, ...], count: int, strategy: str) -> list[list[Any]]:
     """Per program what each rank found; one visit for all programs of a group, whose ranks stay warm."""
-    results = ranks(count).run(visit, cells_on(count, group), strategy, limit_s=600)
+    results = ranks(count).run(visit, cells, strategy, limit_s=600)
     return list(zip(*results, strict=True))
 
 
@@ -75,7 +75,8 @@ TABLE = [(count, strategy, cell) for count, strategy in STRATEGIES for cell in c
 )
 def test_equal_to_sequential(ranks: Any, count: int, strategy: str, cell: Cell) -> None:
     group, program, kind = cell
-    outcomes = visited(ranks, group, count, strategy)[cells_on(count, group).index(cell)]
+    cells = cells_on(count, group)
+    outcomes = visited(ranks, cells, count, strategy)[cells.index(cell)]
     axis, words = REFUSED.get(program, ("no axis", ""))
     if axis in strategy:
         assert all(words in found.refused for found in outcomes)
@@ -86,3 +87,14 @@ def test_equal_to_sequential(ranks: Any, count: int, strategy: str, cell: Cell) 
         assert programs.differences(found, expected, torch.float64) == []
     for other in outcomes[1:]:
         assert [repr(shown) for shown in other.shown] == [repr(shown) for shown in outcomes[0].shown]
+
+
+@pytest.mark.parametrize("program", transformers_models.PROGRAMS, ids=lambda program: program.__name__)
+def test_models_of_transformers(ranks: Any, program: Any) -> None:
+    """Under dp, in the accuracy of fp32, which their losses have."""
+    pytest.importorskip("transformers")
+    cells = [("transformers_models", each, "gpt") for each in transformers_models.PROGRAMS]
+    number, expected = transformers_models.PROGRAMS.index(program), sequential(program, "gpt")
+    for found in visited(ranks, tuple(cells), 2, "dp=2")[number]:
+        assert not found.refused, found.refused
+        assert programs.differences(found, expected, torch.float32) == []
