@@ -7,7 +7,7 @@ from typing import Any
 import programs
 import pytest
 import torch
-from programs import evaluation, freezing, hooks, losses, optimizers, schedules, transformers_models
+from programs import autocast, evaluation, freezing, hooks, losses, optimizers, schedules, transformers_models
 
 pytestmark = pytest.mark.ranks
 
@@ -35,12 +35,12 @@ ON_EIGHT = [
 REFUSED = {losses.loop_by_hand: ("pp", "with pp=2 the output of model(x) lies on the last stage")}
 
 
-def visit(cells: tuple[Cell, ...], strategy: str) -> list[Any]:
+def visit(cells: tuple[Cell, ...], strategy: str, dtype: torch.dtype = torch.float64) -> list[Any]:
     """Every program of a group on one rank, one after another; a sentence for what was refused."""
     outcomes = []
     for _, program, kind in cells:
         try:
-            outcomes.append(programs.run(program, kind, strategy))
+            outcomes.append(programs.run(program, kind, strategy, dtype))
         except Exception as error:
             where = traceback.format_exc()
             outcomes.append(programs.Outcome(refused=f"{type(error).__name__}: {error}\n{where}"))
@@ -54,15 +54,17 @@ def cells_on(count: int, group: str | None = None) -> tuple[Cell, ...]:
 
 
 @cache
-def visited(ranks: Any, cells: tuple[Cell, ...], count: int, strategy: str) -> list[list[Any]]:
+def visited(
+    ranks: Any, cells: tuple[Cell, ...], count: int, strategy: str, dtype: torch.dtype = torch.float64
+) -> list[list[Any]]:
     """Per program what each rank found; one visit for all programs of a group, whose ranks stay warm."""
-    results = ranks(count).run(visit, cells, strategy, limit_s=600)
+    results = ranks(count).run(visit, cells, strategy, dtype, limit_s=600)
     return list(zip(*results, strict=True))
 
 
 @cache
-def sequential(program: Any, kind: str) -> Any:
-    return programs.run(program, kind, None)
+def sequential(program: Any, kind: str, dtype: torch.dtype = torch.float64) -> Any:
+    return programs.run(program, kind, None, dtype)
 
 
 TABLE = [(count, strategy, cell) for count, strategy in STRATEGIES for cell in cells_on(count)]
@@ -98,3 +100,15 @@ def test_models_of_transformers(ranks: Any, program: Any) -> None:
     for found in visited(ranks, tuple(cells), 2, "dp=2")[number]:
         assert not found.refused, found.refused
         assert programs.differences(found, expected, torch.float32) == []
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize(("count", "strategy"), STRATEGIES, ids=[strategy for _, strategy in STRATEGIES])
+def test_under_autocast(ranks: Any, count: int, strategy: str, kind: str) -> None:
+    """bf16 by torch.autocast is near to bf16 on one device: losses within 2e-2, gradients by their angle."""
+    cells = tuple(("autocast", program, kind) for program in autocast.PROGRAMS)
+    for (_, program, _), outcomes in zip(cells, visited(ranks, cells, count, strategy, torch.float32), strict=True):
+        expected = sequential(program, kind, torch.float32)
+        for found in outcomes:
+            assert not found.refused, found.refused
+            assert autocast.outside(found, expected) == [], program.__name__
