@@ -11,7 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel import clip, compiled, events, lazy, memory, optimizers, plain, report, state, tensor
+from colossal_nb.parallel import (
+    clip,
+    compiled,
+    drawing,
+    events,
+    lazy,
+    memory,
+    optimizers,
+    plain,
+    report,
+    state,
+    tensor,
+)
 from colossal_nb.parallel.agree import differing
 from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.dropout import KeyedDropout
@@ -86,6 +98,7 @@ def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None
     state.hook_state_dicts(model)
     state.show_layouts()
     clip.install(parallel)
+    drawing.install()
     memory.watch(parallel)
     for each in parallel.optimizers:
         events.watch(parallel, each)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.init import xavier_normal_
 from torch.utils.data import DataLoader, TensorDataset
 
 from colossal_nb.models import GPT
@@ -215,6 +216,9 @@ def weights_drawn_again(cnb: Any, lab: Lab) -> nn.Module:
     nn.init.trunc_normal_(model.blocks[0].up.weight, std=0.05)
     nn.init.orthogonal_(model.blocks[1].attention.out.weight)
     nn.init.kaiming_normal_(model.blocks[1].down.weight)
+    xavier_normal_(model.blocks[0].down.weight)
+    with torch.no_grad():
+        model.blocks[1].up.weight.normal_(0, 0.1)
     lab.show("random", torch.rand(2))
     train(cnb, lab, model, adamw(model))
     return model
@@ -231,8 +235,20 @@ def parameters_reset(cnb: Any, lab: Lab) -> nn.Module:
     return model
 
 
+def embedding_reset(cnb: Any, lab: Lab) -> nn.Module:
+    """With a row for padding, which stays 0."""
+    model = lab.model()
+    model.token.padding_idx = VOCABULARY - 2
+    model = cnb.parallelize(model)
+    torch.manual_seed(23)
+    model.token.reset_parameters()
+    lab.show("row of padding", cnb.full(model.token.weight)[-2])
+    train(cnb, lab, model, adamw(model))
+    return model
+
+
 PROGRAMS: list[Program] = [
     focal_loss, label_smoothing, classes_first, sum_and_count, loss_inside, outputs_returned, loop_by_hand,
     data_loader, seeds, autocast_is_closed, loaded_on_the_way,
-    weights_changed_by_hand,
+    weights_changed_by_hand, weights_drawn_again, parameters_reset, embedding_reset,
 ]  # fmt: skip

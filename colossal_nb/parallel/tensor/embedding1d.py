@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -68,6 +69,12 @@ class Embedding1D(nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rows {self.rows}"
+
+    def _fill_padding_idx_with_zero(self) -> None:
+        row = self.rows.count if self.padding_idx is None else self.padding_idx - self.rows.first
+        if 0 <= row < self.rows.count:
+            with torch.no_grad():
+                self.weight[row].fill_(0)
 
 
 def check_range(ids: Tensor, size: int, message: str, allowed: int | None = None) -> None:
