@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from odd_models import Asking, Initialized, Sharing, Torchs, same
 from torch import nn
 
@@ -75,7 +76,6 @@ def test_ties_and_views_share_memory_as_eagerly() -> None:
 
 @pytest.mark.parametrize("config", ["LlamaConfig", "GPT2Config", "BertConfig"])
 def test_models_of_transformers(config: str) -> None:
-    transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     own = getattr(transformers, config)(vocab_size=99, max_position_embeddings=64, **sizes)
     kind = transformers.AutoModelForMaskedLM if config == "BertConfig" else transformers.AutoModelForCausalLM
