@@ -86,6 +86,8 @@ def forward_backward(
         from colossal_nb.parallel.parallelize import split
 
         split(parallel, arguments(inputs))
+    if parallel.pipeline is not None:
+        parallel.pipeline.refuse_hooks()
     agree.compare_data(parallel, inputs, targets)
     data = agree.sampled(parallel, inputs, targets)
     inputs, targets = move(inputs, parallel.device), move(targets, parallel.device)

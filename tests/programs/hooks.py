@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from programs import Lab, Program, adamw, train
+from programs import VOCABULARY, Lab, Program, adamw, train
 
 
 def _hooked(cnb: Any, lab: Lab, hook: Any, before: bool = True) -> nn.Module:
@@ -61,6 +61,28 @@ def inner_backward_hooks(cnb: Any, lab: Lab) -> nn.Module:
             block.attention.register_full_backward_hook(lambda module, into, out: (into[0] * 2, *into[1:]))
 
     return _hooked(cnb, lab, hook)
+
+
+class Stacked(nn.Module):
+    """Its blocks run in one call of their list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, 32)
+        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)])
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.token(tokens))))
+
+
+def backward_hook_around_blocks(cnb: Any, lab: Lab) -> nn.Module:
+    model = lab.model(Stacked)
+    model, optimizer = cnb.parallelize(model, adamw(model))
+    model.blocks.register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
+    train(cnb, lab, model, optimizer)
+    return model
 
 
 def reading_hooks_leave_everything(cnb: Any, lab: Lab) -> nn.Module:
@@ -144,6 +166,6 @@ def frozen_by_zeros(cnb: Any, lab: Lab) -> nn.Module:
 
 PROGRAMS: list[Program] = [
     forward_hooks_change, forward_hooks_change_added_later, inner_backward_hooks, reading_hooks_leave_everything,
-    frozen_by_zeros,
+    frozen_by_zeros, backward_hooks_change, backward_hooks_change_added_later, backward_hook_around_blocks,
     parameter_hooks, parameter_hooks_added_later, hooks_that_go, hooks_with_repeated_batches,
 ]  # fmt: skip

@@ -32,7 +32,10 @@ ON_EIGHT = [
     freezing.tied, freezing.lora_of_linears, hooks.parameter_hooks, evaluation.ema_shadow, losses.outputs_returned,
 ]  # fmt: skip
 # What is refused by one sentence: the words of it, and the axis under which.
-REFUSED = {losses.loop_by_hand: ("pp", "with pp=2 the output of model(x) lies on the last stage")}
+REFUSED = {
+    losses.loop_by_hand: ("pp", "with pp=2 the output of model(x) lies on the last stage"),
+    hooks.backward_hook_around_blocks: ("pp", "a full backward hook is on blocks, whose parts are dealt to the stages"),
+}
 
 
 def visit(cells: tuple[Cell, ...], strategy: str, dtype: torch.dtype = torch.float64) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossal_nb.parallel.pipeline import backward_hooks
 from colossal_nb.parallel.pipeline.executor import Borders, Executor, Kept, LossOf, Microbatch
 from colossal_nb.parallel.pipeline.first_step import FirstStep
 from colossal_nb.parallel.pipeline.messages import Mail
@@ -101,6 +102,10 @@ class Pipeline:
     def prune(self) -> None:
         """Let go of the weights of other stages; they read as NaN from now on and have no gradient."""
         prune(self.model, self.split, self.number)
+
+    def refuse_hooks(self) -> None:
+        """Raise ValueError, alike on all stages, for hooks that no stage could run."""
+        backward_hooks.refuse_around(self.model, self.called, self.stage.modules)
 
     def run_step(
         self, microbatches: Sequence[Microbatch], loss_of: LossOf[Kept], borders: Borders | None = None

@@ -6,6 +6,7 @@ the first such call after the stage's last own unit.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from torch.utils import checkpoint
 
 from colossal_nb.parallel.absent import absent
 from colossal_nb.parallel.compat import in_backward
+from colossal_nb.parallel.pipeline import backward_hooks
 from colossal_nb.parallel.pipeline.dataflow import Value
 from colossal_nb.parallel.pipeline.split import Split
 from colossal_nb.parallel.structure import leaves, rebuild
@@ -103,19 +105,33 @@ class Stage:
         Raises RuntimeError when the forward did not pass all of the stage's units (it went another way than recorded).
         """
         run = _Run(self, received, specs, border)
-        replacements = [
-            (module, run.forward_of(self.numbers[name], name, module.forward)) for name, module in self.modules.items()
-        ]
+        with backward_hooks.aside(self.modules.values()) as taken:
+            self._run(run, taken, args, kwargs, hooks)
+        self._check_complete(run)
+        return run.made
+
+    def _run(
+        self,
+        run: _Run,
+        taken: Mapping[nn.Module, backward_hooks.Hooks],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        hooks: bool,
+    ) -> None:
+        replacements = []
+        for name, module in self.modules.items():
+            own = module.forward
+            if module in taken:
+                own = functools.wraps(own)(taken[module].around(own))
+            replacements.append((module, run.forward_of(self.numbers[name], name, own)))
         if self.model.forward != self.forward:
             replacements.append((self.model, self.forward))
-        if border is not None:
-            border(0)
+        if run.border is not None:
+            run.border(0)
         # A forward may write into its inputs: each stage has its own.
         args, kwargs = rebuild((args, kwargs), lambda tensor: tensor.clone())
         with _transparent_checkpoints(), modules_call_modules(), replaced_forwards(replacements), suppress(_Leave):
             run.made.output = (self.model if hooks else self.model.forward)(*args, **kwargs)
-        self._check_complete(run)
-        return run.made
 
     def backward(
         self, made: Made, loss: torch.Tensor | None, gradients: Mapping[Value, list[torch.Tensor]]
