@@ -131,14 +131,15 @@ def test_ranks_whose_weights_differ_are_named(ranks: Any) -> None:
 def _caveats() -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.AlphaDropout(0.1), nn.Dropout(0.1))
+    model.append(nn.GRU(4, 1, num_layers=2, dropout=0.1))
     cnb.parallelize(model, strategy="dp=2")
     return lines(model)
 
 
 def test_the_report_says_where_numbers_differ(ranks: Any) -> None:
     for first, *rest in ranks(2).run(_caveats):
-        assert first == "Sequential under dp=2 (dp=2): this rank holds 28 of 28 parameters"
-        assert "dropout inside AlphaDropout draws other masks under another strategy" in rest
+        assert first == "Sequential under dp=2 (dp=2): this rank holds 61 of 61 parameters"
+        assert "dropout inside GRU draws other masks under another strategy" in rest
         assert any("batch norm sees one part" in line for line in rest)
 
 
