@@ -26,7 +26,7 @@ from colossal_nb.parallel import (
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel, require
-from colossal_nb.parallel.losses import Part, own_loss, part
+from colossal_nb.parallel.losses import Part, own_loss, part, refuse_trained
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.recompute import recomputing
 from colossal_nb.parallel.structure import leaves, rebuild
@@ -88,6 +88,7 @@ def forward_backward(
         split(parallel, arguments(inputs))
     if parallel.pipeline is not None:
         parallel.pipeline.refuse_hooks()
+    refuse_trained(loss_fn, model, max(parallel.replicas * parallel.microbatches, parallel.mesh.axis_size("pp")))
     agree.compare_data(parallel, inputs, targets)
     data = agree.sampled(parallel, inputs, targets)
     inputs, targets = move(inputs, parallel.device), move(targets, parallel.device)

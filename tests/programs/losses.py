@@ -247,8 +247,34 @@ def embedding_reset(cnb: Any, lab: Lab) -> nn.Module:
     return model
 
 
+class Tempered(nn.Module):
+    """A loss with a parameter of its own, which is trained too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return text_loss(output / self.temperature, targets)
+
+
+def trained_loss(cnb: Any, lab: Lab) -> nn.Module:
+    """Its parameter is no part of the model; an optimizer of its own updates it."""
+    model, criterion = lab.model(), Tempered()
+    own = torch.optim.SGD(criterion.parameters(), lr=0.1)
+    model, optimizer = cnb.parallelize(model, adamw(model))
+    for inputs, targets in lab.batches():
+        optimizer.zero_grad()
+        own.zero_grad()
+        lab.show("loss", cnb.forward_backward(model, criterion, inputs, targets))
+        optimizer.step()
+        own.step()
+        lab.show("temperature", criterion.temperature)
+    return model
+
+
 PROGRAMS: list[Program] = [
     focal_loss, label_smoothing, classes_first, sum_and_count, loss_inside, outputs_returned, loop_by_hand,
     data_loader, seeds, autocast_is_closed, loaded_on_the_way,
-    weights_changed_by_hand, weights_drawn_again, parameters_reset, embedding_reset,
+    weights_changed_by_hand, weights_drawn_again, parameters_reset, embedding_reset, trained_loss,
 ]  # fmt: skip
