@@ -17,7 +17,8 @@ from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.world import World
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_FIXED = 9  # sum, count, mixed counts, their spread, dtype, samples, spread of the counts, inexact parts, stops
+# sum, count, mixed counts, their spread, dtype, samples, spread of the counts, inexact parts, stops, guessed parts
+_FIXED = 10
 FIRST_CALLS = 3  # after parallelize, whose batches are compared whole and before anything is computed
 SAMPLED = 1 << 14  # elements of each tensor that are compared in later calls
 
@@ -27,6 +28,7 @@ class Totals:
     """The same on every rank. `active`: whether a parameter had a gradient on any rank.
 
     `uneven`: samples of different parts do not count alike, in a loss that is more than one mean or one sum.
+    `guessed`: nothing says of what the loss is a mean.
     """
 
     loss: float
@@ -34,6 +36,7 @@ class Totals:
     dtype: torch.dtype
     active: dict[str, bool]
     uneven: bool
+    guessed: bool
 
     def tensor(self, device: str) -> torch.Tensor:
         """The loss as loss_fn would have returned it."""
@@ -56,7 +59,7 @@ def totals(parallel: Parallel, parts: list[Part], data: int) -> Totals:
         # dtype: every replica that computed a loss wrote the same one into its own place of a sum.
         group.run("all_reduce", [row], of="loss")
         _refuse_odd([group.ranks[index] for index in odd_ranks(row[-group.size :].tolist())])
-    total, count, mixed, spread, code, samples, counts_spread, inexact, stops = row[:_FIXED].tolist()
+    total, count, mixed, spread, code, samples, counts_spread, inexact, stops, guessed = row[:_FIXED].tolist()
     _stop(parallel, stops)
     if _not_proportional(spread, count, mixed):
         raise ValueError(
@@ -66,7 +69,7 @@ def totals(parallel: Parallel, parts: list[Part], data: int) -> Totals:
     active = dict(zip(parallel.parameters, (row[_FIXED:][:flags] > 0).tolist(), strict=False))
     loss = total / count if count else math.nan
     uneven = inexact > 0 and _not_proportional(counts_spread, samples, count)
-    return Totals(loss, count, _DTYPES[int(code)], active, uneven)
+    return Totals(loss, count, _DTYPES[int(code)], active, uneven, guessed > 0)
 
 
 def _stop(parallel: Parallel, stops: float) -> None:
@@ -95,6 +98,7 @@ def _row(parallel: Parallel, parts: list[Part]) -> torch.Tensor:
         fixed[5] = sum(part.samples for part in parts)
         fixed[6] = sum(part.count**2 / part.samples for part in parts)
         fixed[7] = sum(not part.exact for part in parts)
+        fixed[9] = sum(part.guessed for part in parts)
         if place["dp"] == 0:
             fixed[4] = _DTYPES.index(parts[0].dtype)
     fixed[8] = float(World.current().stopping.asked)

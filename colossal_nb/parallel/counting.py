@@ -30,10 +30,12 @@ class Mean:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was computed on the way to a loss: means, and sums that became no mean."""
+    """What was computed on the way to a loss: means, sums that became no mean, and `made` of means: what they, their
+    negatives, multiples and sums are, with numbers that no tensor's values have gone into."""
 
     means: tuple[Mean, ...] = ()
     sums: tuple[Tensor, ...] = ()
+    made: tuple[Tensor, ...] = ()
 
 
 class CountingMeans(TorchFunctionMode):
@@ -47,12 +49,14 @@ class CountingMeans(TorchFunctionMode):
         self._by_hand = by_hand
         self._means: list[Mean] = []
         self._sums: list[Tensor] = []
+        self._made: list[Tensor] = []
+        self._read = False  # values have become plain numbers, and may be in any number from now on
         self._floored: list[tuple[Tensor, Tensor]] = []  # sums kept above zero for a division, and what they were
 
     def taken(self) -> Seen:
         """What was seen since the last call."""
-        seen = Seen(tuple(self._means), tuple(self._sums))
-        self._means, self._sums, self._floored = [], [], []
+        seen = Seen(tuple(self._means), tuple(self._sums), tuple(self._made))
+        self._means, self._sums, self._made, self._floored, self._read = [], [], [], [], False
         return seen
 
     def __torch_function__(
@@ -68,11 +72,30 @@ class CountingMeans(TorchFunctionMode):
         if self._by_hand and func in _QUOTIENTS and len(args) == 2:
             return self._quotient(func, args, kwargs)
         result = func(*args, **kwargs)
+        self._follow(func, args, kwargs, result)
+        return result
+
+    def _follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Whether a result is a sum again, or made of means."""
         if func in _SUMS and self._by_hand and not result.dim():
             self._sums.append(result)
-        if func in _FLOORS and args and any(args[0] is total for total in self._sums):
+        if func in _FLOORS and args and _among(args[0], self._sums):
             self._floored.append((result, args[0]))
-        return result
+        if func in _NEGATIONS and _among(args[0], self._sums):
+            self._sums = [total for total in self._sums if total is not args[0]] + [result]
+        if func in _READS and self._by_hand:
+            self._read = True
+        elif func in _LINEAR and self._linear(func, args, kwargs):
+            self._made.append(result)
+
+    def _linear(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this is made of means: of one alone, of one and numbers, or a sum of several."""
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        others = [x for x in (*args, *kwargs.values()) if not isinstance(x, Tensor)]
+        alone = len(tensors) == 1 or func in _ADDITIONS
+        return bool(tensors) and alone and all(_among(x, self._made) for x in tensors) and (
+            func in _FORMS or not others or (not self._read and all(isinstance(x, int | float) for x in others))
+        )
 
     def _loss(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _signature(func).bind(*args, **kwargs)
@@ -99,8 +122,10 @@ class CountingMeans(TorchFunctionMode):
     def _quotient(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         above, below = args
         scalar = not isinstance(below, Tensor) or (not below.dim() and not below.requires_grad)
-        if not scalar or not any(above is total for total in self._sums):
-            return func(*args, **kwargs)
+        if not scalar or not _among(above, self._sums):
+            result = func(*args, **kwargs)
+            self._follow(func, args, kwargs, result)
+            return result
         below_was = next((total for floor, total in self._floored if floor is below), below)
         self._sums = [total for total in self._sums if total is not above and total is not below_was]
         count = float(below_was)
@@ -108,6 +133,7 @@ class CountingMeans(TorchFunctionMode):
 
     def _noted(self, value: Any, count: float, sure: bool = True) -> Any:
         self._means.append(Mean(value, count, sure))
+        self._made.append(value)
         return value
 
 
@@ -123,10 +149,30 @@ def _refuse_parts(values: tuple[Any, ...]) -> None:
             )
 
 
+def _among(x: Any, tensors: list[Tensor]) -> bool:
+    return any(x is each for each in tensors)
+
+
 _MEANS = {torch.mean, Tensor.mean}
 _SUMS = {torch.sum, Tensor.sum}
 _FLOORS = {torch.clamp, torch.clamp_min, Tensor.clamp, Tensor.clamp_min}
 _QUOTIENTS = {torch.div, torch.true_divide, Tensor.div, Tensor.true_divide, Tensor.__truediv__}
+_NEGATIONS = {torch.neg, torch.negative, Tensor.neg, Tensor.negative, Tensor.__neg__}
+_ADDITIONS = {
+    torch.add, torch.sub, torch.subtract, Tensor.add, Tensor.sub, Tensor.subtract, Tensor.__add__, Tensor.__radd__,
+    Tensor.__sub__, Tensor.__rsub__, Tensor.__iadd__, Tensor.__isub__,
+}  # fmt: skip
+_MULTIPLES = {
+    torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__,
+    torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.__truediv__,
+    Tensor.__itruediv__,
+}  # fmt: skip
+_FORMS = {
+    torch.clone, torch.squeeze, torch.reshape, Tensor.clone, Tensor.squeeze, Tensor.reshape, Tensor.view, Tensor.float,
+    Tensor.double, Tensor.to, Tensor.contiguous, Tensor.__pos__,
+}  # fmt: skip
+_LINEAR = _NEGATIONS | _ADDITIONS | _MULTIPLES | _FORMS
+_READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__index__}
 
 
 @cache

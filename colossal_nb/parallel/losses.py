@@ -22,7 +22,8 @@ class Part:
     """The loss of `samples` samples: `value` * `weight` is its sum, which divided by `count` is its mean.
 
     `mixed` is the sum of all counts that means inside loss_fn divided by. `exact`: the loss is one mean or one sum and
-    nothing else, so parts add up whatever the counts are.
+    nothing else, so parts add up whatever the counts are. `guessed`: it is not known to be made of means, and counts
+    its samples: other data may show that it is something else.
     """
 
     value: Tensor
@@ -31,6 +32,7 @@ class Part:
     mixed: float
     samples: int
     exact: bool = False
+    guessed: bool = False
 
     @property
     def sum(self) -> float:
@@ -66,7 +68,8 @@ def part(value: Any, seen: Seen, samples: int, batch: int) -> Part:
         return Part(scalar, 1.0, share, share, samples, exact=True)
     counts = [mean.count for mean in seen.means] or [float(samples)]
     exact = len(seen.means) == 1 and value is seen.means[0].value and seen.means[0].sure
-    return Part(scalar, counts[0], counts[0], sum(counts), samples, exact)
+    guessed = not any(value is each for each in seen.made)
+    return Part(scalar, counts[0], counts[0], sum(counts), samples, exact, guessed)
 
 
 def own_loss(output: Any) -> Any:

@@ -98,22 +98,32 @@ def forward_backward(
     fresh = not parallel.accumulating and all(p.grad is None for p in held)
     with kept.buffers(parallel), gradients.kept_apart(held):
         unit = _unit(parallel, targets if loss_fn is not None else _labels(inputs))
-        keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples, uneven=False) else ""
+        keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples) else ""
         done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, unit), data)
-        if not keep and _compares(parallel, loss_fn, samples, uneven=totals.uneven):
-            # Its parts count unequally for the first time, and their outputs are gone: once more, to compare.
+        if not keep and _compares(parallel, loss_fn, samples, totals):
+            # Its parts count in another way than before, and their outputs are gone: once more, to compare.
             for p in parallel.held().values():
                 p.grad = None
             with untouched(model):
                 done, totals = _attempt(parallel, loss_fn, Done(mine, "some", samples, total, unit), data)
-        if loss_fn is not None and _compares(parallel, loss_fn, samples, uneven=totals.uneven):
+        if loss_fn is not None and _compares(parallel, loss_fn, samples, totals):
             outputs.compare(parallel, loss_fn, done.kept, targets, samples)
-            parallel.compared |= {(outputs.kind(loss_fn), uneven) for uneven in (False, totals.uneven)}
+            _note_compared(parallel, loss_fn, totals)
+        elif totals.guessed and total > 1:
+            World.current().note(_OWN_GUESSED)
         gradients.finish(parallel, totals.active, 1 if _at_once(parallel, mine) else totals.count / unit)
         loss_scale.seen(parallel, fresh)
     events.stepped(parallel, totals.loss)
     loss = totals.tensor(parallel.device)
-    return (loss, outputs.whole(parallel, done.kept)) if return_output else loss
+    return (loss, _whole_output(parallel, loss_fn, done, loss)) if return_output else loss
+
+
+def _whole_output(parallel: Parallel, loss_fn: LossFn | None, done: Done, loss: Tensor) -> Any:
+    output = outputs.whole(parallel, done.kept)
+    if loss_fn is not None:
+        return output
+    own = own_loss(output)
+    return rebuild(output, lambda leaf: loss.clone() if leaf is own else leaf)
 
 
 def _unit(parallel: Parallel, targets: Any) -> float:
@@ -134,12 +144,35 @@ def _attempt(parallel: Parallel, loss_fn: LossFn | None, done: Done, data: int) 
     return done, agree.totals(parallel, done.parts, data)
 
 
-def _compares(parallel: Parallel, loss_fn: LossFn | None, samples: int, *, uneven: bool) -> bool:
-    """Whether it is to be proved that the parts' losses make the whole: once for each loss_fn, and once more when its
-    parts first count unequally; where there are parts for every replica."""
+def _compares(
+    parallel: Parallel, loss_fn: LossFn | None, samples: int, totals: agree.Totals | None = None
+) -> bool:
+    """Whether it is to be proved that the parts' losses make the whole: once for each loss_fn, once more when its
+    parts first count unequally, always where their counts are a guess; where there are parts for every replica."""
     if loss_fn is None or parallel.replicas * parallel.microbatches == 1 or samples < parallel.replicas:
         return False
-    return (outputs.kind(loss_fn), uneven) not in parallel.compared
+    if totals is not None and totals.guessed:
+        return True
+    return (outputs.kind(loss_fn), totals is not None and totals.uneven) not in parallel.compared
+
+
+def _note_compared(parallel: Parallel, loss_fn: LossFn, totals: agree.Totals) -> None:
+    kinds = {(outputs.kind(loss_fn), uneven) for uneven in (False, totals.uneven)}
+    if totals.guessed:
+        parallel.compared -= kinds
+        World.current().note(_GUESSED)
+    else:
+        parallel.compared |= kinds
+
+
+_GUESSED = (
+    "loss_fn is not made of means that can be counted, so every step compares its parts with the whole batch, which "
+    "takes time; it need not if loss_fn returns (sum, count)"
+)
+_OWN_GUESSED = (
+    "the model's own loss is not made of torch's mean losses, so its parts are weighted by their samples: where they "
+    "count in another way, return the outputs and give forward_backward a loss_fn"
+)
 
 
 def _at_once(parallel: Parallel, mine: list[Piece]) -> bool:

@@ -223,3 +223,57 @@ def _scalar_output() -> None:
 
 def test_a_loss_in_the_output_is_that_of_the_whole_batch(ranks: Any) -> None:
     ranks(2).run(_scalar_output)
+
+
+def _masked(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    mask = (targets != PAD).to(logits.dtype)
+    return logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0] * mask, mask
+
+
+def _negative(logits: Tensor, targets: Tensor) -> Tensor:
+    each, mask = _masked(logits, targets)
+    return -each.sum() / mask.sum()
+
+
+def _product(logits: Tensor, targets: Tensor) -> Tensor:
+    each, mask = _masked(logits, targets)
+    return -(each.flatten() @ mask.flatten()) / mask.sum()
+
+
+def _even_then_uneven(strategy: str) -> None:
+    """Masks hide what a loss divides by, as long as all samples have equally many targets."""
+    inputs, targets = batch(6)
+    full, padded = torch.where(targets == PAD, 1, targets), targets.clone()
+    padded[:2, 1:] = PAD
+    padded[2:] = full[2:]
+    expected, gradients = sequential(gpt, inputs, padded)
+    model = cnb.parallelize(gpt(), strategy=strategy)
+    for _ in range(2):
+        cnb.forward_backward(model, _negative, inputs, full)
+        model.zero_grad()
+    close(cnb.forward_backward(model, _negative, inputs, padded).item(), expected)
+    same_gradients(model, gradients)
+    for _ in range(2):
+        cnb.forward_backward(model, _product, inputs, full)
+    with pytest.raises(ValueError, match=r"it is more than a mean or a sum over samples"):
+        cnb.forward_backward(model, _product, inputs, padded)
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "pp=2"])
+def test_a_loss_whose_counts_show_later_is_counted_or_refused(ranks: Any, strategy: str) -> None:
+    ranks(2).run(_even_then_uneven, strategy)
+
+
+def _with_output(strategy: str) -> None:
+    """The loss inside the returned output is that of the whole batch too."""
+    inputs, targets = batch(5)
+    model = cnb.parallelize(WithLoss(), strategy=strategy)
+    given = {"tokens": inputs, "labels": targets}
+    loss, output = cnb.forward_backward(model, None, given, return_output=True)
+    assert torch.equal(output["loss"], loss)
+    assert output["logits"].shape == (5, inputs.shape[1], 29)
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "pp=2"])
+def test_the_models_own_loss_in_its_output_is_the_whole_ones(ranks: Any, strategy: str) -> None:
+    ranks(2).run(_with_output, strategy)

@@ -140,6 +140,40 @@ def test_what_is_exact() -> None:
     assert not exact(lambda x, y: x.norm())
 
 
+def test_what_is_guessed() -> None:
+    """A loss that is made of means with plain numbers alone counts what they count, whatever the data are."""
+
+    def guessed(loss: Loss) -> bool:
+        return measure(loss, ROWS, CLASSES).guessed
+
+    def kept(y: Tensor) -> Tensor:
+        return (y >= 0).double()
+
+    def logged(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(x, y) / 4
+        assert loss.item() > 0
+        return loss
+
+    known: list[Loss] = [
+        F.cross_entropy,
+        lambda x, y: 1 - 2 * F.cross_entropy(x, y) / 4,
+        lambda x, y: F.cross_entropy(x, y) + 0.3 * F.mse_loss(x, x.flip(1)),
+        lambda x, y: -(x.sum(1) * kept(y)).sum() / kept(y).sum(),
+        lambda x, y: -x.sum(),
+        logged,
+    ]
+    assert [guessed(loss) for loss in known] == [False] * len(known)
+    unknown: list[Loss] = [
+        lambda x, y: (x.sum(1) * kept(y)).sum() * (1 / kept(y).sum()),
+        lambda x, y: x.sum(1) @ kept(y) / kept(y).sum(),
+        lambda x, y: (x.sum(1) * kept(y)).mean() / kept(y).mean(),
+        lambda x, y: (x.sum(1) * kept(y)).mean() * (N / kept(y).sum().item()),
+        lambda x, y: x.nanmean(),
+        lambda x, y: sum(x.sum(1)) / len(x),
+    ]
+    assert [guessed(loss) for loss in unknown] == [True] * len(unknown)
+
+
 def test_different_counts_are_noticed() -> None:
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(x, y) + F.mse_loss(x, x.flip(1))
