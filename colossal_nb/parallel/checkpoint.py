@@ -111,13 +111,15 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: Any = None) -> 
     alike(join_pending, group, "load")
     content = alike(lambda: _checked(source, everything, group), group, "load")
     reader = Reader(source / content["data"], Index.from_plain(content["tensors"]))
-    extra: dict[str, Any] = alike(lambda: fill(everything, content, reader, rank), group, "load")
     parallel = everything.parallel
+    if parallel is not None:
+        parallel.saved = str(source)
+        trouble.replacing(parallel, "cnb.load")
+    extra: dict[str, Any] = alike(lambda: fill(everything, content, reader, rank), group, "load")
+    rng.restore(content["random"])
     if parallel is not None:
         go_on(parallel, content["position"])
         trouble.united(parallel)
-        parallel.saved = str(source)
-    rng.restore(content["random"])
     return extra
 
 

@@ -17,7 +17,8 @@ class Steps:
     """Since the ranks last were in one state. Optimizers go by their number in `Parallel.optimizers`.
 
     `entered`: how many forward_backward have begun (`Parallel.calls` have ended). `since`: where the count of calls
-    stood then. `era`: of the world in which the ranks were last found in one state.
+    stood then. `era`: of the world in which the ranks were last found in one state. `replacing`: what began to
+    put other weights and states in place and has not ended; "" if nothing.
     """
 
     era: Any = None
@@ -25,6 +26,7 @@ class Steps:
     since: int = 0
     finished: Counter[int] = field(default_factory=Counter)
     open: dict[int, Marks] = field(default_factory=dict)
+    replacing: str = ""
 
     def begin(self, number: int, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step() begins."""

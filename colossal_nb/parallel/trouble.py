@@ -26,6 +26,7 @@ class Told:
     rank: int
     finished: tuple[int, ...]
     half: bool
+    replacing: str
     entered: int
     calls: int
     in_step: int
@@ -60,12 +61,18 @@ def stopped(parallel: Parallel) -> None:
         tell(f"stopped between steps: the weights of step {parallel.step} are whole on all ranks{left}")
 
 
+def replacing(parallel: Parallel, by: str) -> None:
+    """Weights and states are about to be replaced in place: torn on a rank that does not come to `united`."""
+    parallel.steps.replacing, parallel.steps.era = by, None
+
+
 def united(parallel: Parallel) -> None:
     """The ranks are in one state, by what has just been done to all of them alike."""
     steps = parallel.steps
     steps.era, steps.entered, steps.since = World.current().era, parallel.calls, parallel.calls
     steps.finished.clear()
     steps.open.clear()
+    steps.replacing = ""
     parallel.torn = ""
 
 
@@ -77,11 +84,13 @@ def _own(parallel: Parallel) -> Told:
     half = steps.half_done(parallel.optimizers)
     numbers = steps.entered, parallel.calls, parallel.calls_in_step, parallel.step
     shared = checksum([p.detach() for p in alike if holds(p, rank)])
-    return Told(rank, finished, half, *numbers, checksum([p.detach() for p in held]), shared)
+    return Told(rank, finished, half, steps.replacing, *numbers, checksum([p.detach() for p in held]), shared)
 
 
 def _fault(told: list[Told], mesh: Mesh) -> str:
     """What is wrong with the weights; "" if nothing is."""
+    if cut := [each for each in told if each.replacing]:
+        return f"{cut[0].replacing} was cut short on {ranks_text([each.rank for each in cut])}"
     half = [each.rank for each in told if each.half]
     if half:
         return f"optimizer.step() was cut short on {ranks_text(half)}"
@@ -117,6 +126,8 @@ def _whole_replica(told: list[Told], mesh: Mesh) -> int | None:
     replicas: dict[int, set[tuple[tuple[int, ...], bool]]] = defaultdict(set)
     for each in told:
         replicas[mesh.coordinate(each.rank)["dp"]].add((each.finished, each.half))
+    if any(each.replacing for each in told):
+        return None  # a random state may be missing too: what was replaced is to be replaced again
     whole = {dp: next(iter(found)) for dp, found in replicas.items() if len(found) == 1}
     good = {dp: finished for dp, (finished, half) in whole.items() if not half}
     return max(good, key=lambda dp: (good[dp], -dp)) if good and mesh.axis_size("dp") > 1 else None

@@ -10,7 +10,8 @@ from small_gpt import INPUTS, TARGETS, close, gpt, loss_fn, train
 from torch import Tensor, nn
 
 import colossal_nb as cnb
-from colossal_nb.parallel import gradients
+from colossal_nb.parallel import checkpoint, gradients
+from colossal_nb.parallel.saving import fill
 from colossal_nb.parallel.world import World
 
 pytestmark = pytest.mark.ranks
@@ -255,6 +256,38 @@ def test_gradients_that_some_ranks_have_are_dropped(ranks: Any) -> None:
     results = ranks(2).run(one_behind)
     check([state for state, _ in results])
     assert "the weights of step 2 are whole on all ranks; gradients that some ranks had" in results[0][1][-1]
+
+
+def cut_load(path: Path) -> str:
+    """Stop meets rank 1 when load has given it the weights and is about to give it the optimizer's states."""
+    model, optimizer = start("tp=2")
+    train(model, optimizer, 2)
+    cnb.save(path, model, optimizer)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if World.current().rank == 1:
+            patch.setattr(fill, "_state", stop)
+        else:
+            patch.setattr(checkpoint, "go_on", stop)
+        patch.setattr(checkpoint, "alike", lambda work, *_: work())  # no rank waits for the other
+        with pytest.raises(KeyboardInterrupt):
+            cnb.load(path, model, optimizer)
+    regroup()
+    with pytest.raises(ValueError, match="torn") as caught:
+        train(model, optimizer, 1)
+    cnb.load(path, model, optimizer)
+    train(model, optimizer, STEPS - 2)
+    check([whole(model)])
+    return str(caught.value)
+
+
+def test_a_load_that_was_cut_short_is_found(ranks: Any, tmp_path: Path) -> None:
+    for text in ranks(2).run(cut_load, tmp_path / "run"):
+        assert "cnb.load was cut short on ranks 0 and 1" in text
+        assert f"cnb.load('{tmp_path / 'run'}', model, optimizer)" in text
 
 
 def meddled() -> str:
