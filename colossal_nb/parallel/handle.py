@@ -52,6 +52,7 @@ class Parallel:
     origin: Origin = field(default_factory=Origin)
     pending: bool = False
     inside: bool = False
+    half_moved: bool = False
     accumulating: bool = False
     compared: set[Any] = field(default_factory=set)
     hooked: set[int] = field(default_factory=set)
@@ -189,7 +190,14 @@ def require(model: Any) -> Parallel:
 
 
 def require_whole(parallel: Parallel) -> None:
-    """Raise ValueError where a rank of the model was replaced: its part is gone, and it would not answer."""
+    """Raise ValueError where a rank of the model was replaced: its part is gone, and it would not answer; and where a
+    move to another strategy was cut short."""
+    if parallel.half_moved:
+        saved = f", then cnb.load({parallel.saved!r}, model, optimizer)" if parallel.saved else ""
+        raise ValueError(
+            "cnb.redistribute was cut short, and the ranks may hold parts of two strategies: run the cell that makes "
+            f"the model again{saved}"
+        )
     lives = World.current().lives
     lost = [rank for rank in range(parallel.mesh.size) if lives.get(rank, 1) != parallel.lives.get(rank, 1)]
     if lost:

@@ -63,7 +63,7 @@ def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | s
         for each in [each for each in given if each not in parallel.optimizers]:
             parallel.optimizers.append(each)
             events.watch(parallel, each)
-        _move(parallel, wanted, group)
+        _move_all(parallel, wanted, group)
         parallel.lives = dict(World.current().lives)
         trouble.united(parallel)
         rng.restore(random)
@@ -107,6 +107,18 @@ class _Part:
     """A tensor of which every rank that holds the parameter has its part."""
 
     dtype: torch.dtype
+
+
+def _move_all(parallel: Parallel, wanted: Strategy, group: Group) -> None:
+    """Move; a model on which some rank was cut short is used by none any more."""
+    parallel.half_moved = True
+    try:
+        _move(parallel, wanted, group)
+    except ValueError:  # refused on all ranks, and everything is as it was
+        parallel.half_moved = False
+        raise
+    group.run("barrier", [], of="redistribute")
+    parallel.half_moved = False
 
 
 def _move(parallel: Parallel, wanted: Strategy, group: Group) -> None:

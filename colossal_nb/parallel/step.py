@@ -140,7 +140,11 @@ def _labels(inputs: Any) -> list[Tensor]:
 
 
 def _attempt(parallel: Parallel, loss_fn: LossFn | None, done: Done, data: int) -> tuple[Done, agree.Totals]:
+    before = torch.get_rng_state() if parallel.calls < agree.FIRST_CALLS else None
     _run(parallel, loss_fn, done)
+    in_parts = done.total > 1 or parallel.pipeline is not None
+    if before is not None and in_parts and not torch.equal(before, torch.get_rng_state()):
+        World.current().note(_DRAWS)
     return done, agree.totals(parallel, done.parts, data)
 
 
@@ -165,6 +169,10 @@ def _note_compared(parallel: Parallel, loss_fn: LossFn, totals: agree.Totals) ->
         parallel.compared |= kinds
 
 
+_DRAWS = (
+    "the model or loss_fn draws random numbers of its own: every part of the batch draws some, so they are not those "
+    "of one device (those of torch's dropout are: its masks go by sample)"
+)
 _GUESSED = (
     "loss_fn is not made of means that can be counted, so every step compares its parts with the whole batch, which "
     "takes time; it need not if loss_fn returns (sum, count)"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import colossal_nb as cnb
 from colossal_nb.models import GPT
+from colossal_nb.parallel import redistribute
 from colossal_nb.parallel.handle import find, holds
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.world import World
@@ -300,3 +301,26 @@ def test_the_users_own_things_stay(ranks: Any) -> None:
         close(found[0], expected[0])
         assert torch.equal(found[1], expected[1])
         assert found[2] == 1
+
+
+def cut_short() -> str:
+    """Stop meets the ranks when the weights are whole and not yet in their new parts."""
+    model = gpt()
+    model, optimizer = cnb.parallelize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), "tp=2")
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(redistribute, "_settle", stop)
+        cnb.redistribute(model, optimizer, "dp=2")
+    with pytest.raises(ValueError, match=r"cnb.redistribute was cut short") as caught:
+        cnb.forward_backward(model, loss_fn, INPUTS, TARGETS)
+    with pytest.raises(ValueError, match=r"cnb.redistribute was cut short"):
+        cnb.redistribute(model, optimizer, "dp=2")
+    return str(caught.value)
+
+
+def test_a_move_that_was_cut_short_is_said(ranks: Any) -> None:
+    for text in ranks(2).run(cut_short):
+        assert text.endswith("run the cell that makes the model again")

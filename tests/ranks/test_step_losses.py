@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import colossal_nb as cnb
 from colossal_nb.parallel import outputs
+from colossal_nb.parallel.world import World
 
 pytestmark = pytest.mark.ranks
 
@@ -277,3 +278,22 @@ def _with_output(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["dp=2", "pp=2"])
 def test_the_models_own_loss_in_its_output_is_the_whole_ones(ranks: Any, strategy: str) -> None:
     ranks(2).run(_with_output, strategy)
+
+
+class Noisy(nn.Linear):
+    """Draws numbers of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.randn(5)
+
+
+def _draws(strategy: str) -> bool:
+    x, y = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.arange(4)
+    model = cnb.parallelize(nn.Sequential(Noisy(3, 5), nn.ReLU()), strategy=strategy)
+    cnb.forward_backward(model, functional.cross_entropy, x, y)
+    return any("draws random numbers of its own" in note for note in World.current().notes)
+
+
+def test_random_numbers_of_the_models_own_are_told_where_they_differ(ranks: Any) -> None:
+    assert ranks(2).run(_draws, "dp=2") == [True, True]
+    assert ranks(1).run(_draws, "dp=1") == [False]

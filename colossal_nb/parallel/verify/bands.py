@@ -13,9 +13,9 @@ RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}
 COARSE_LOSS = 2e-2
 COARSE_WEIGHT = 2e-2
 COARSE_GRADIENT = 4.5e-2  # the length of the difference of two unit vectors whose cosine is 0.999
-FLOOR = 1e-3
+FLOOR = 0.1
 """Gradients are compared on the scale of their own largest entry, but at least of this share of the model's largest:
-one that is zero in exact arithmetic (a key's bias) is noise."""
+one that is zero in exact arithmetic (a bias before a batch norm, say) is the rounding of terms of that size."""
 NOISE = 2
 """Room above the estimate of what rounding does: two programs may walk the full way in opposite directions."""
 TINY = torch.finfo(torch.float32).tiny
