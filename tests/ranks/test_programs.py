@@ -15,8 +15,9 @@ STRATEGIES = [
     (2, "dp=2"), (2, "tp=2"), (2, "pp=2"), (4, "dp=2 tp=2"), (4, "tp=2 pp=2 schedule=gpipe"), (8, "dp=2 tp=2 pp=2")
 ]  # fmt: skip
 Cell = tuple[str, Any, str]  # group, program, model
-CELLS: list[Cell] = [
-    (module.__name__.rpartition(".")[2], program, "gpt")
+EVERY: list[Cell] = [
+    (module.__name__.rpartition(".")[2], program, kind)
+    for kind in ("gpt", "llama", "bert", "vit")
     for module in (schedules, optimizers, freezing, hooks, evaluation, losses)
     for program in module.PROGRAMS
 ]
@@ -25,7 +26,6 @@ OTHERS = [
     schedules.clip_norm, freezing.frozen_beginning, freezing.thawed_stage, hooks.forward_hooks_change,
     hooks.parameter_hooks, evaluation.averaged_model, losses.data_loader,
 ]  # fmt: skip
-CELLS += [(kind, program, kind) for kind in ("llama", "bert", "vit") for program in OTHERS]
 # On eight ranks, where nothing new meets, one of each kind.
 ON_EIGHT = [
     schedules.clip_norm, schedules.accumulate_by_repeating, optimizers.state_goes_back, freezing.unfrozen_later,
@@ -51,10 +51,18 @@ def visit(cells: tuple[Cell, ...], strategy: str, dtype: torch.dtype = torch.flo
     return outcomes
 
 
-def cells_on(count: int, group: str | None = None) -> tuple[Cell, ...]:
-    """What is run on so many ranks."""
-    chosen = [cell for cell in CELLS if count < 8 or (cell[1] in ON_EIGHT and cell[2] == "gpt")]
-    return tuple(cell for cell in chosen if group in (None, cell[0]))
+def is_long(count: int, cell: Cell) -> bool:
+    """Whether a cell is left to `pytest -m long`, which runs every program on every model under every strategy."""
+    _, program, kind = cell
+    if count == 8:
+        return kind != "gpt" or program not in ON_EIGHT
+    return kind != "gpt" and program not in OTHERS
+
+
+def beside(count: int, cell: Cell) -> tuple[Cell, ...]:
+    """The cells that are run in one visit with this one."""
+    own = cell[0], cell[2], is_long(count, cell)
+    return tuple(each for each in EVERY if (each[0], each[2], is_long(count, each)) == own)
 
 
 @cache
@@ -71,17 +79,20 @@ def sequential(program: Any, kind: str, dtype: torch.dtype = torch.float64) -> A
     return programs.run(program, kind, None, dtype)
 
 
-TABLE = [(count, strategy, cell) for count, strategy in STRATEGIES for cell in cells_on(count)]
+TABLE = [
+    pytest.param(
+        count, strategy, cell,
+        id=f"{strategy}: {cell[1].__name__} {cell[2]}", marks=[pytest.mark.long] if is_long(count, cell) else []
+    )
+    for count, strategy in STRATEGIES
+    for cell in EVERY
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("count", "strategy", "cell"),
-    TABLE,
-    ids=[f"{strategy}: {cell[1].__name__} {cell[2]}" for _, strategy, cell in TABLE],
-)
+@pytest.mark.parametrize(("count", "strategy", "cell"), TABLE)
 def test_equal_to_sequential(ranks: Any, count: int, strategy: str, cell: Cell) -> None:
-    group, program, kind = cell
-    cells = cells_on(count, group)
+    _, program, kind = cell
+    cells = beside(count, cell)
     outcomes = visited(ranks, cells, count, strategy)[cells.index(cell)]
     axes, words = REFUSED.get(program, ("none", ""))
     if any(axis in strategy for axis in axes.split()):
