@@ -39,11 +39,12 @@ def test_a_save_in_the_background(tmp_path: Path) -> None:
     try:
         ok(session, SETUP, "dp=2")
         ok(session, f"path = {str(path)!r}\ncnb.save(path, model, step=1)")
-        ok(session, "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
-                    "if rank == 0: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))\n"
-                    "saving = cnb.save(path, model, wait=False, step=2)")
-        run = ok(session, "saving.join(); resource.setrlimit(resource.RLIMIT_FSIZE, limits)")
-        assert any("failed on rank 0" in note for note in run.notes), run.notes
+        run = ok(session, "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
+                          "if rank == 0: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))\n"
+                          "saving = cnb.save(path, model, wait=False, step=2)")
+        told = [*run.notes]                            # of the cell in which it failed
+        told += ok(session, "saving.join(); resource.setrlimit(resource.RLIMIT_FSIZE, limits)").notes
+        assert any("failed on rank 0" in note for note in told), told
         assert load(path) == {"step": 1}
 
         ok(session, "Saving._pause = lambda self: go.wait() and None\n"
