@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from colossal_nb.parallel.agree import differing
 from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.handle import Parallel, find, require
+from colossal_nb.parallel.trace import evaluating
 
 
 def generate(
@@ -102,15 +101,3 @@ def _chosen(logits: Tensor, temperature: float, generator: torch.Generator | Non
     # On the host: the same numbers on every device, whatever it is.
     chances = torch.softmax(logits.double().cpu() / temperature, -1)
     return torch.multinomial(chances, 1, generator=generator)[:, 0].to(logits.device)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in eval mode; afterwards each of its modules is in its own."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

@@ -67,9 +67,9 @@ def forward_backward(
 
     Every tensor of `inputs` and `targets` whose dim 0 is the batch size is cut into dp x microbatches parts; anything
     else goes whole. A dict of inputs calls `model(**inputs)`, a tuple `model(*inputs)`. `loss_fn(output, targets)`
-    returns a scalar (a mean: torch's own and those written by hand are counted right, another scalar is weighted by
-    samples; or one of torch's sums) or (sum, count); None takes the model's own `.loss`. The loss (0-dim, detached) is
-    the sum of the sums over the sum of the counts, the same bits on every rank. With `return_output` the result is
+    returns a scalar (a mean: torch's own and those written by hand are counted right; another scalar is weighted by
+    samples and compared with the whole batch's; or one of torch's sums) or (sum, count); None takes the model's own
+    `.loss`. The loss (0-dim, detached) is the sum of the sums over the sum of the counts, the same bits on every rank. With `return_output` the result is
     (loss, output of the whole batch).
 
     Raises ValueError on all ranks for batches that differ between ranks and for losses that cannot be put together.
@@ -109,7 +109,7 @@ def forward_backward(
         if loss_fn is not None and _compares(parallel, loss_fn, samples, totals):
             outputs.compare(parallel, loss_fn, done.kept, targets, samples)
             _note_compared(parallel, loss_fn, totals)
-        elif totals.guessed and total > 1:
+        elif loss_fn is None and totals.guessed and total > 1:
             World.current().note(_OWN_GUESSED)
         gradients.finish(parallel, totals.active, 1 if _at_once(parallel, mine) else totals.count / unit)
         loss_scale.seen(parallel, fresh)

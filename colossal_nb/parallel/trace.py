@@ -166,6 +166,18 @@ def replaced_forwards(replacements: Sequence[tuple[nn.Module, Callable[..., Any]
 
 
 @contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside the block dropout is off in every module; afterwards each is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """What runs inside leaves no trace: buffers, attributes of the modules and random states are put back."""
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -16,7 +14,7 @@ from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.proof import aside, prove
 from colossal_nb.parallel.tensor.rules import Rules
 from colossal_nb.parallel.tensor.values import Pair, TensorPlan
-from colossal_nb.parallel.trace import Trace, trace, untouched
+from colossal_nb.parallel.trace import Trace, evaluating, trace, untouched
 from colossal_nb.plan.mesh import Mesh
 from colossal_nb.plan.strategy import Strategy
 
@@ -66,18 +64,6 @@ def unproved(model: nn.Module, mesh: Mesh, example: Example) -> TensorPlan:
     pairs = tuple(rules.pairs)
     plan = TensorPlan(mesh, "tp", pairs, tuple(rules.vocabulary), _copied(model, pairs), tuple(rules.whole.items()))
     return replace(plan, share=_share(model, plan))
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside the block dropout is off in every module; afterwards each is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _few_samples(model: nn.Module, example: Example) -> Example:

@@ -83,7 +83,7 @@ def _wait_for_all(place: PatientStore, size: int) -> None:
 
 
 def _patiently(connect: Callable[[PatientStore], Any], place: PatientStore, limit_s: float) -> list[Any]:
-    """[what it returns], or [] when it takes too long or another member has given up."""
+    """[what it returns], or [] when it takes too long."""
     made: list[Any] = []
     errors: list[BaseException] = []
 
