@@ -69,8 +69,8 @@ def forward_backward(
     else goes whole. A dict of inputs calls `model(**inputs)`, a tuple `model(*inputs)`. `loss_fn(output, targets)`
     returns a scalar (a mean: torch's own and those written by hand are counted right; another scalar is weighted by
     samples and compared with the whole batch's; or one of torch's sums) or (sum, count); None takes the model's own
-    `.loss`. The loss (0-dim, detached) is the sum of the sums over the sum of the counts, the same bits on every rank. With `return_output` the result is
-    (loss, output of the whole batch).
+    `.loss`. The loss (0-dim, detached) is the sum of the sums over the sum of the counts, the same bits on every
+    rank. With `return_output` the result is (loss, output of the whole batch).
 
     Raises ValueError on all ranks for batches that differ between ranks and for losses that cannot be put together.
     """
