@@ -52,7 +52,7 @@ def compare(session: Session, page: Page, source: str, code: str, strategies: Se
         try:
             if any(each.run is not None for each in done):
                 session.run(_forget(source)).wait()
-            done.append(_one(session, code, strategy, keep))
+            _one(session, code, strategy, keep, done)
         except KeyboardInterrupt:
             stopped = True
         run = done[-1].run if done else None
@@ -65,14 +65,17 @@ def compare(session: Session, page: Page, source: str, code: str, strategies: Se
     return done
 
 
-def _one(session: Session, code: str, strategy: Strategy, keep: Callable[[Run], None]) -> Compared:
+def _one(session: Session, code: str, strategy: Strategy, keep: Callable[[Run], None], done: list[Compared]) -> None:
+    """Adds to `done` before it waits, so that Stop loses nothing."""
     try:
         strategy.check()
         run = session.run(code, strategy)
     except (ValueError, RankFailed, ClusterLost, TimeoutError, OSError) as error:
-        return Compared(strategy, refusal=f"{type(error).__name__}: {' '.join(str(error).split())}")
+        done.append(Compared(strategy, refusal=f"{type(error).__name__}: {' '.join(str(error).split())}"))
+        return
+    done.append(Compared(strategy, run))
     keep(run)
-    return Compared(strategy, run.wait())
+    run.wait()
 
 
 def show(page: Page, done: Sequence[Compared], wanted: int) -> None:

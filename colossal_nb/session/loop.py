@@ -47,14 +47,13 @@ class CellLoop:
     """Drives one run. `parents`: the id of each rank's request."""
 
     def __init__(self, client: Client, run: Run, parents: dict[str, int], counts: dict[tuple[int, int], Counts],
-                 cell: int, timeout_s: float | None) -> None:
-        self.client, self.run, self.cell = client, run, cell
-        self.presses = Presses()
+                 timeout_s: float | None, presses: Presses) -> None:
+        self.client, self.run, self.cell = client, run, run.cell
         self.parts = {rank: Part(rank) for rank in run.ranks}
         self.begin = time.perf_counter()
         self.replies: dict[int, dict[str, Any]] = {}
         self.unsettled = False                         # whether the groups must be rebuilt afterwards
-        self._parents, self._counts, self._timeout_s = parents, counts, timeout_s
+        self._parents, self._counts, self._timeout_s, self._presses = parents, counts, timeout_s, presses
         self._lives = {rank: member.life for rank, member in client.members.items()}
         self._pressed = 0
         self._interrupted_at: float | None = None
@@ -67,21 +66,20 @@ class CellLoop:
 
     def messages(self) -> Iterator[Message]:
         """Everything that happens, until all ranks have ended the cell."""
-        with self.presses:
-            while not all(map(self._finished, self.parts.values())):
-                backlog, self.client.backlog = self.client.backlog, []
-                try:
-                    events = [*backlog, *(self.client.pump(0 if backlog else _SLICE_S))]
-                except ClusterLost as error:
-                    yield from self._lost(str(error))
-                    raise
-                for event in events:
-                    for message in self._handle(event):
-                        self.run.add(message)
-                        yield message
-                if not events:
-                    yield Pause(self.now())
-                self._watch()
+        while not all(map(self._finished, self.parts.values())):
+            backlog, self.client.backlog = self.client.backlog, []
+            try:
+                events = [*backlog, *(self.client.pump(0 if backlog else _SLICE_S))]
+            except ClusterLost as error:
+                yield from self._lost(str(error))
+                raise
+            for event in events:
+                for message in self._handle(event):
+                    self.run.add(message)
+                    yield message
+            if not events:
+                yield Pause(self.now())
+            self._watch()
 
     def _finished(self, part: Part) -> bool:
         if part.over:
@@ -177,8 +175,8 @@ class CellLoop:
         if not waiting:
             return
         now = self.now()
-        if self.presses.count > self._pressed:
-            self._pressed = self.presses.count
+        if self._presses.count > self._pressed:
+            self._pressed = self._presses.count
             self.interrupt()
         if self._timeout_s is not None and now > self._timeout_s and self._verdict is None:
             self._verdict = ("TimeoutError", f"the cell ran longer than {self._timeout_s:g} s")

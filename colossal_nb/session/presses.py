@@ -14,22 +14,19 @@ class Presses:
         self.count = 0
         self._before: Any = None
         self._installed = False
-        self._depth = 0
 
     def press(self) -> None:
         self.count += 1
 
     def __enter__(self) -> Self:
-        self._depth += 1
-        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._signal)
             self._installed = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._installed and threading.current_thread() is threading.main_thread():
+        if self._installed and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self._before if self._before is not None else signal.SIG_DFL)
             self._installed = False
 

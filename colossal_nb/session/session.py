@@ -16,6 +16,7 @@ from colossal_nb.session import pushing
 from colossal_nb.session.explaining import explain
 from colossal_nb.session.looking import LOOK_S, Doing, look, named
 from colossal_nb.session.loop import CellLoop
+from colossal_nb.session.presses import Presses
 from colossal_nb.session.upkeep import Upkeep
 
 DEFAULT_ENGINES = 4
@@ -111,7 +112,7 @@ class Session:
     # cells
     def run(self, source: str, strategy: Strategy | str | None = None, *, ranks: Sequence[int] | None = None,
             timeout_s: float | None = None, record: bool = True, verify: bool = False) -> Run:
-        """Send a cell to the ranks; the returned Run is then iterated to its end.
+        """A cell for the ranks; the returned Run is then iterated to its end, and its first step sends it.
 
         Starts or grows the cluster if need be. `ranks` (some of them) is for cells without a strategy. Raises
         ValueError before anything runs for what cannot be right.
@@ -124,7 +125,7 @@ class Session:
         self._settle()
         notes = self._upkeep.grow(wanted.needs if wanted is not None else (self.engines or DEFAULT_ENGINES))
         wishes = {"record": record, "verify": verify}
-        return self._send(source, wanted, self._chosen(wanted, ranks), timeout_s, wishes, notes)
+        return self._made(source, wanted, self._chosen(wanted, ranks), timeout_s, wishes, notes)
 
     def _chosen(self, strategy: Strategy | None, ranks: Sequence[int] | None) -> tuple[int, ...]:
         if strategy is not None:
@@ -136,35 +137,47 @@ class Session:
                              f"ranks are 0 to {self.engines - 1}")
         return chosen
 
-    def _send(self, source: str, strategy: Strategy | None, chosen: tuple[int, ...], timeout_s: float | None,
+    def _made(self, source: str, strategy: Strategy | None, chosen: tuple[int, ...], timeout_s: float | None,
               wishes: dict[str, bool], notes: list[str]) -> Run:
-        upkeep, client, cell = self._upkeep, self._upkeep.client(), next(self._cells)
-        assert client.door is not None
         filled = strategy.filled(self.engines) if strategy is not None else None
         run = Run(source, filled, chosen, self.engines, tuple(notes))
-        run.cell = cell
+        run.cell = next(self._cells)
         if strategy is not None:
             run.title = strategy.describe(self.engines)
             if len(chosen) < self.engines:
                 run.notes.append(f"{run.title} works on {len(chosen)} of {self.engines} engines; the rest wait")
-        settings = {"cell": cell, "strategy": None if filled is None else str(filled), "ranks": list(chosen),
-                    "threads": client.link.cores // self.engines or 1, **wishes}
-        content = {"code": source, "silent": False, "store_history": True, "user_expressions": {},
-                   "allow_stdin": False, "stop_on_error": False}
+        settings = {"cell": run.cell, "strategy": None if filled is None else str(filled), "ranks": list(chosen),
+                    "threads": self._upkeep.client().link.cores // self.engines or 1, **wishes}
+        presses = Presses()
+        run.attach(self._drive(run, settings, timeout_s, presses), presses.press)
+        self._run = run
+        return run
+
+    def _send(self, run: Run, settings: dict[str, Any], timeout_s: float | None, presses: Presses) -> CellLoop:
+        """The cell goes to its ranks. Raises RankFailed if the session has another since."""
+        if self._run is not run:
+            raise RankFailed("this cell was never sent, and now another is: run it again")
+        upkeep, client = self._upkeep, self._upkeep.client()
+        assert client.door is not None
         parents: dict[str, int] = {}
-        loop = CellLoop(client, run, parents, upkeep.counts, cell, timeout_s)
-        for rank in chosen:
+        loop = CellLoop(client, run, parents, upkeep.counts, timeout_s, presses)
+        content = {"code": run.source, "silent": False, "store_history": True, "user_expressions": {},
+                   "allow_stdin": False, "stop_on_error": False}
+        for rank in run.ranks:
             differs = upkeep.states and upkeep.digests.get(rank) != upkeep.digests.get(0)
             own = {"heard": client.door.heard[rank], **({"random": upkeep.states} if differs else {})}
             metadata = {"colossal": {**settings, **own}}
             parents[client.door.send(client.members[rank].engine, "execute_request", content, metadata)] = rank
         upkeep.told_deaths = len(client.deaths)
-        self._loop, self._run, self._thread = loop, run, threading.get_ident()
-        run.attach(self._drive(loop, run), loop.presses.press)
-        return run
+        self._loop, self._thread = loop, threading.get_ident()
+        return loop
 
-    def _drive(self, loop: CellLoop, run: Run) -> Iterator[Message]:
-        with loop.presses:                             # also while the ranks are brought back into one state
+    def _drive(self, run: Run, settings: dict[str, Any], timeout_s: float | None,
+               presses: Presses) -> Iterator[Message]:
+        # From before the cell is sent until the ranks are back in one state, Stop is counted: raised in between, it
+        # would leave a cell that nobody looks after.
+        with presses:
+            loop = self._send(run, settings, timeout_s, presses)
             try:
                 yield from loop.messages()
             except ClusterLost as error:
@@ -173,7 +186,7 @@ class Session:
                 self._upkeep.drop()
             except GeneratorExit:
                 if not sys.is_finalizing():
-                    loop.presses.press()               # nobody looks any more: end the cell, keep the cluster right
+                    presses.press()                    # nobody looks any more: end the cell, keep the cluster right
                     for _ in loop.messages():
                         pass
                 raise
@@ -211,7 +224,7 @@ class Session:
     def _settle(self) -> None:
         """End what an earlier cell has left open. Raises RankFailed while a rank is still in it."""
         self._from_its_thread()
-        if self._run is not None and self._run.status == "running":
+        if self._run is not None and self._loop is not None:
             self._run.stop()
             self._run.wait()
         self._run = None
@@ -219,9 +232,9 @@ class Session:
 
     def interrupt(self) -> None:
         """Stop the running cell, from any thread; nothing happens between cells."""
-        loop = self._loop
-        if loop is not None:
-            loop.presses.press()
+        run = self._run
+        if run is not None:
+            run.stop()
 
     # values and names
     def _ask(self, ranks: Sequence[int], verb: str, limit_s: float = 60.0, **fields: Any) -> dict[int, dict[str, Any]]:

@@ -225,6 +225,7 @@ def test_the_loss_of_a_process_that_all_need_is_named_and_the_next_cell_starts_a
     session.start(2)
     pids, directory = family(supervisor_of(session)), directory_of(session)
     run = session.run("import time; time.sleep(100)")
+    next(iter(run))                                    # now it runs
     target = next(pid for pid in pids if f"colossal_nb.{'engine' if victim == 'fork_server' else 'cluster'}.{victim}"
                   in Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
                   and (victim != "fork_server" or pid not in {each[1] for each in session.status().members}))

@@ -283,8 +283,9 @@ def test_output_after_the_end_of_a_cell_is_not_lost(session: Session) -> None:
     assert printed(run) == [f"late {rank}" for rank in ALL]
 
 
-def test_a_run_that_nobody_iterates_is_ended_by_the_next_cell(session: Session) -> None:
-    session.run("import time\nleft = 1\ntime.sleep(100)")
+def test_a_run_that_nobody_iterates_on_is_ended_by_the_next_cell(session: Session) -> None:
+    begun = session.run("import time\nleft = 1\ntime.sleep(100)")
+    next(iter(begun))
     time.sleep(1)
     run = ok(session, "print(left)")
     assert printed(run) == ["1"] * 4

@@ -6,11 +6,13 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from conftest import ALL
 
 from colossal_nb.cluster.client import RankFailed
+from colossal_nb.cluster.door import Door
 from colossal_nb.run import Run
 from colossal_nb.session import Session
 
@@ -83,6 +85,28 @@ def test_sigint_in_the_main_thread_is_a_stop(session: Session) -> None:
     with pytest.raises(KeyboardInterrupt):             # and between cells it is what it was
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
+
+
+def test_stop_while_the_cell_is_sent_reaches_all_ranks(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raised half way, it would leave a cell on some ranks that nobody looks after."""
+    send = Door.send
+
+    def pressed(door: Door, *given: Any) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return send(door, *given)
+
+    monkeypatch.setattr(Door, "send", pressed)
+    run = session.run("time.sleep(100)").wait()
+    monkeypatch.undo()
+    assert run.status == "interrupted"
+    assert {rank: error.ename for rank, error in run.errors.items()} == dict.fromkeys(ALL, "KeyboardInterrupt")
+
+
+def test_a_cell_whose_run_nobody_looks_at_is_never_sent(session: Session) -> None:
+    left = session.run("kept = 'by mistake'")
+    assert session.run("print(kept == 100 + rank)").wait().text(2) == "True\n"
+    with pytest.raises(RankFailed, match="never sent"):
+        left.wait()
 
 
 def test_an_interrupt_while_idle_harms_nothing(session: Session) -> None:
