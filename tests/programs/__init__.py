@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,12 +77,19 @@ class Under(Plain):
         return colossal_nb.parallelize(model, optimizer, self.strategy)
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "gpt": lambda **options: GPT(VOCABULARY, layers=2, hidden=32, heads=4, max_length=16, **options),
-    "llama": lambda **options: Llama(VOCABULARY, layers=2, hidden=32, heads=4, kv_heads=2, max_length=16, **options),
-    "bert": lambda **options: BERT(VOCABULARY, layers=2, hidden=32, heads=4, max_length=16, **options),
-    "vit": lambda **options: ViT(8, 4, classes=10, layers=2, hidden=32, heads=4, channels=1, **options),
+HIDDEN = 32
+MODELS: dict[str, partial[nn.Module]] = {
+    "gpt": partial(GPT, VOCABULARY, layers=2, hidden=HIDDEN, heads=4, max_length=16),
+    "llama": partial(Llama, VOCABULARY, layers=2, hidden=HIDDEN, heads=4, kv_heads=2, max_length=16),
+    "bert": partial(BERT, VOCABULARY, layers=2, hidden=HIDDEN, heads=4, max_length=16),
+    "vit": partial(ViT, 8, 4, classes=10, layers=2, hidden=HIDDEN, heads=4, channels=1),
 }
+OUTPUTS = {"gpt": VOCABULARY, "llama": VOCABULARY, "bert": VOCABULARY, "vit": 10}
+
+
+def linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """Those inside, by name, in the order of the module."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, nn.Linear)}
 
 
 @dataclass
@@ -100,6 +108,12 @@ class Lab:
             for p in model.parameters():
                 p.add_(torch.randn_like(p), alpha=0.05)
         return model
+
+    def extended(self, mixin: type) -> Callable[[], nn.Module]:
+        """A model of this kind whose class is what `mixin` makes of it, as users subclass a model."""
+        base = MODELS[self.kind]
+        assert isinstance(base.func, type)
+        return partial(type(mixin.__name__, (mixin, base.func), {}), *base.args, **base.keywords)
 
     def batches(self, count: int = 3, samples: int = 6, seed: int = 7) -> list[Batch]:
         generator = torch.Generator().manual_seed(seed)

@@ -187,9 +187,8 @@ def distilled(cnb: Any, lab: Lab) -> nn.Module:
 
     def loss_fn(output: Any, targets: Any) -> Any:
         soft, hard = targets
-        return nn.functional.cross_entropy(output.flatten(0, 1), soft.softmax(-1).flatten(0, 1)) + text_loss(
-            output, hard
-        )
+        chances = soft.softmax(-1).flatten(0, -2)
+        return nn.functional.cross_entropy(output.flatten(0, -2), chances) + text_loss(output, hard)
 
     for inputs, targets in lab.batches():
         with torch.no_grad():
@@ -205,3 +204,4 @@ PROGRAMS: list[Program] = [
     sampled_by_hand, distilled,
     ema_shadow,
 ]  # fmt: skip
+ONLY: dict[Program, str] = {generated: "gpt llama bert", sampled_by_hand: "gpt llama bert"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 from colossal_nb.models import GPT
-from programs import LENGTH, LR, VOCABULARY, Lab, Program, adamw, train
+from programs import HIDDEN, LR, MODELS, OUTPUTS, VOCABULARY, Lab, Program, adamw, linears, train
 
 
 def _freeze(model: nn.Module, *starts: str, trains: bool = False) -> None:
@@ -55,9 +56,10 @@ def only_the_head(cnb: Any, lab: Lab) -> nn.Module:
 
 
 def only_biases(cnb: Any, lab: Lab) -> nn.Module:
+    """And norms: what has one dim."""
     model = lab.model()
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.endswith("bias"))
+    for p in model.parameters():
+        p.requires_grad_(p.dim() == 1)
     model, optimizer = cnb.parallelize(model, adamw(model))
     train(cnb, lab, model, optimizer)
     return model
@@ -102,37 +104,43 @@ def thawed_stage(cnb: Any, lab: Lab) -> nn.Module:
 
 
 def tied(cnb: Any, lab: Lab) -> nn.Module:
-    model = lab.model(tied=True)
+    """By hand, as most people do it."""
+
+    def make() -> nn.Module:
+        model = MODELS[lab.kind]()
+        _outer(model).weight = model.token.weight
+        return model
+
+    model = lab.model(make)
     model, optimizer = cnb.parallelize(model, adamw(model))
     train(cnb, lab, model, optimizer)
-    lab.show("tied", model.head.weight is model.token.weight)
+    lab.show("tied", _outer(model).weight is model.token.weight)
     return model
 
 
-class Spares(GPT):
+def _outer(model: nn.Module) -> nn.Module:
+    """The last linear, which makes the logits."""
+    return list(linears(model).values())[-1]
+
+
+class Spares:
     """A parameter and a layer that nobody uses, and a layer that is used for other batches."""
 
-    def __init__(self) -> None:
-        super().__init__(VOCABULARY, layers=2, hidden=32, heads=4, max_length=16)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        outputs = _outer(self).out_features
         self.spare = nn.Parameter(torch.ones(3, 3))
-        self.other_head = nn.Linear(32, 5)
-        self.extra = nn.Linear(32, 32)
+        self.other_head = nn.Linear(HIDDEN, 5)
+        self.extra = nn.Linear(outputs, outputs)
         self.use_extra = False
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position(torch.arange(LENGTH, device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        if self.use_extra:
-            x = x + self.extra(x)
-        return self.head(self.norm(x))
-
-    def example_inputs(self) -> tuple[Tensor]:
-        return (torch.arange(2 * LENGTH).view(2, LENGTH),)
+    def forward(self, inputs: Tensor) -> Tensor:
+        out = super().forward(inputs)
+        return out + self.extra(out) if self.use_extra else out
 
 
 def unused_parameters(cnb: Any, lab: Lab) -> nn.Module:
-    model = lab.model(Spares)
+    model = lab.model(lab.extended(Spares))
     model, optimizer = cnb.parallelize(model, adamw(model, weight_decay=0.1))
     train(cnb, lab, model, optimizer)
     return model
@@ -140,7 +148,7 @@ def unused_parameters(cnb: Any, lab: Lab) -> nn.Module:
 
 def used_later(cnb: Any, lab: Lab) -> nn.Module:
     """A flag of the model makes a layer take part."""
-    model = lab.model(Spares)
+    model = lab.model(lab.extended(Spares))
     model, optimizer = cnb.parallelize(model, adamw(model, weight_decay=0.1))
     train(cnb, lab, model, optimizer, 2)
     model.use_extra = True
@@ -152,7 +160,7 @@ class Twice(GPT):
     """Every block is called twice, and the last one three times."""
 
     def __init__(self) -> None:
-        super().__init__(VOCABULARY, layers=2, hidden=32, heads=4, max_length=16)
+        super().__init__(VOCABULARY, layers=2, hidden=HIDDEN, heads=4, max_length=16)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
@@ -172,7 +180,7 @@ def one_block_in_two_places(cnb: Any, lab: Lab) -> nn.Module:
     """blocks[1] is blocks[0]."""
 
     def make() -> nn.Module:
-        model = GPT(VOCABULARY, layers=3, hidden=32, heads=4, max_length=16)
+        model = MODELS[lab.kind](layers=3)
         model.blocks[2] = model.blocks[0]
         return model
 
@@ -209,21 +217,17 @@ class LoRAMatrices(nn.Module):
         return self.base(x) + (x @ self.a @ self.b) * 0.5
 
 
-def _adapted(kind: type[nn.Module], names: tuple[str, ...], lab: Lab) -> nn.Module:
+def _lora(cnb: Any, lab: Lab, kind: type[nn.Module], adapts: Callable[[str], bool]) -> nn.Module:
     def make() -> nn.Module:
-        model = GPT(VOCABULARY, layers=2, hidden=32, heads=4, max_length=16).requires_grad_(False)
+        model = MODELS[lab.kind]().requires_grad_(False)
         for block in model.blocks:
-            for name in names:
-                holder = block.get_submodule(name.rpartition(".")[0])
-                last = name.rpartition(".")[2]
-                setattr(holder, last, kind(getattr(holder, last)))
+            for name, linear in linears(block).items():
+                if adapts(name):
+                    holder, _, last = name.rpartition(".")
+                    setattr(block.get_submodule(holder), last, kind(linear))
         return model
 
-    return lab.model(make)
-
-
-def _lora(cnb: Any, lab: Lab, kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    model = _adapted(kind, names, lab)
+    model = lab.model(make)
     model, optimizer = cnb.parallelize(model, adamw(model))
     train(cnb, lab, model, optimizer)
     lab.show("trains", [name for name, p in model.named_parameters() if p.requires_grad])
@@ -231,11 +235,11 @@ def _lora(cnb: Any, lab: Lab, kind: type[nn.Module], names: tuple[str, ...]) -> 
 
 
 def lora_of_linears(cnb: Any, lab: Lab) -> nn.Module:
-    return _lora(cnb, lab, LoRALinear, ("attention.qkv", "attention.out"))
+    return _lora(cnb, lab, LoRALinear, lambda name: name.startswith("attention"))
 
 
 def lora_of_matrices(cnb: Any, lab: Lab) -> nn.Module:
-    return _lora(cnb, lab, LoRAMatrices, ("attention.qkv", "up", "down"))
+    return _lora(cnb, lab, LoRAMatrices, lambda name: name != "attention.out")
 
 
 class LowRank(nn.Module):
@@ -247,11 +251,17 @@ class LowRank(nn.Module):
         return weight + self.b @ self.a
 
 
+def _widens(block: nn.Module) -> nn.Linear:
+    """The first linear behind the attention."""
+    return next(each for name, each in linears(block).items() if not name.startswith("attention"))
+
+
 def lora_as_parametrization(cnb: Any, lab: Lab) -> nn.Module:
     def make() -> nn.Module:
-        model = GPT(VOCABULARY, layers=2, hidden=32, heads=4, max_length=16).requires_grad_(False)
+        model = MODELS[lab.kind]().requires_grad_(False)
         for block in model.blocks:
-            parametrize.register_parametrization(block.up, "weight", LowRank(*block.up.weight.shape))
+            widens = _widens(block)
+            parametrize.register_parametrization(widens, "weight", LowRank(*widens.weight.shape))
         return model
 
     model = lab.model(make)
@@ -262,8 +272,8 @@ def lora_as_parametrization(cnb: Any, lab: Lab) -> nn.Module:
 
 def weight_norm(cnb: Any, lab: Lab) -> nn.Module:
     def make() -> nn.Module:
-        model = GPT(VOCABULARY, layers=2, hidden=32, heads=4, max_length=16)
-        parametrizations.weight_norm(model.blocks[0].up)
+        model = MODELS[lab.kind]()
+        parametrizations.weight_norm(_widens(model.blocks[0]))
         return model
 
     model = lab.model(make)
@@ -276,9 +286,9 @@ def new_head(cnb: Any, lab: Lab) -> nn.Module:
     """Fine-tuning: another head is put on, the rest frozen but for the last block."""
 
     def make() -> nn.Module:
-        model = GPT(VOCABULARY, layers=2, hidden=32, heads=4, max_length=16).requires_grad_(False)
+        model = MODELS[lab.kind]().requires_grad_(False)
         model.blocks[1].requires_grad_(True)
-        model.head = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, VOCABULARY))
+        model.head = nn.Sequential(nn.Linear(HIDDEN, 48), nn.GELU(), nn.Linear(48, OUTPUTS[lab.kind]))
         return model
 
     model = lab.model(make)
@@ -292,3 +302,5 @@ PROGRAMS: list[Program] = [
     thawed_stage, tied, unused_parameters, used_later, blocks_called_twice, one_block_in_two_places, lora_of_linears,
     lora_of_matrices, lora_as_parametrization, weight_norm, new_head,
 ]  # fmt: skip
+ONLY: dict[Program, str] = {tied: "gpt llama bert", blocks_called_twice: "gpt"}
+"""Models that a program is for, where not for all."""

@@ -151,14 +151,12 @@ def hooks_with_repeated_batches(cnb: Any, lab: Lab) -> nn.Module:
 
 
 def frozen_by_zeros(cnb: Any, lab: Lab) -> nn.Module:
-    """Rows of the embedding are frozen by a hook that makes their gradient 0: the mask is as large as the weight."""
+    """Rows of positions are frozen by a hook that makes their gradient 0: the mask is as large as the weight."""
     model = lab.model()
-    rows = torch.arange(len(model.token.weight)) % 2 == 0
-
-    def mask(gradient: Tensor) -> Tensor:
-        return gradient * rows[: len(gradient), None].to(gradient.dtype)
-
-    model.position.weight.register_hook(mask)
+    weight = {"vit": "positions", "llama": "token.weight"}.get(lab.kind, "position.weight")
+    p = model.get_parameter(weight)
+    rows = torch.arange(p.shape[-2]) % 2 == 0
+    p.register_hook(lambda gradient: gradient * rows[:, None].to(gradient.dtype))
     model, optimizer = cnb.parallelize(model, adamw(model))
     train(cnb, lab, model, optimizer)
     return model
@@ -169,3 +167,4 @@ PROGRAMS: list[Program] = [
     frozen_by_zeros, backward_hooks_change, backward_hooks_change_added_later, backward_hook_around_blocks,
     parameter_hooks, parameter_hooks_added_later, hooks_that_go, hooks_with_repeated_batches,
 ]  # fmt: skip
+ONLY: dict[Program, str] = {backward_hook_around_blocks: "gpt"}

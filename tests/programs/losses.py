@@ -10,8 +10,7 @@ from torch.nn import functional
 from torch.nn.init import xavier_normal_
 from torch.utils.data import DataLoader, TensorDataset
 
-from colossal_nb.models import GPT
-from programs import LENGTH, VOCABULARY, Lab, Program, adamw, text_loss, train
+from programs import VOCABULARY, Lab, Program, adamw, linears, text_loss, train
 
 
 def _with_loss(cnb: Any, lab: Lab, loss_fn: Any) -> nn.Module:
@@ -49,7 +48,7 @@ def label_smoothing(cnb: Any, lab: Lab) -> nn.Module:
 
 def classes_first(cnb: Any, lab: Lab) -> nn.Module:
     """The other shape that cross entropy takes."""
-    return _with_loss(cnb, lab, lambda out, t: functional.cross_entropy(out.transpose(1, 2), t))
+    return _with_loss(cnb, lab, lambda out, t: functional.cross_entropy(out.movedim(-1, 1), t))
 
 
 def sum_and_count(cnb: Any, lab: Lab) -> nn.Module:
@@ -63,31 +62,29 @@ def sum_and_count(cnb: Any, lab: Lab) -> nn.Module:
     return _with_loss(cnb, lab, pair)
 
 
-class WithLoss(GPT):
+class WithLoss:
     """Takes labels and returns its loss, as models of libraries do."""
 
-    def __init__(self) -> None:
-        super().__init__(VOCABULARY, layers=2, hidden=32, heads=4, max_length=16)
-
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = super().forward(tokens)
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = super().forward(inputs)
         return {"logits": logits} if labels is None else {"loss": text_loss(logits, labels), "logits": logits}
 
     def example_inputs(self) -> tuple[Tensor, Tensor]:
-        tokens = torch.arange(2 * LENGTH).view(2, LENGTH)
-        return tokens, tokens + 1
+        inputs = super().example_inputs()[0]
+        with torch.no_grad():
+            return inputs, super().forward(inputs).argmax(-1)
 
 
 def loss_inside(cnb: Any, lab: Lab) -> nn.Module:
-    model = lab.model(WithLoss)
+    model = lab.model(lab.extended(WithLoss))
     model, optimizer = cnb.parallelize(model, adamw(model))
     for inputs, targets in lab.batches():
         optimizer.zero_grad()
-        lab.show("loss", cnb.forward_backward(model, None, {"tokens": inputs, "labels": targets}))
+        lab.show("loss", cnb.forward_backward(model, None, {"inputs": inputs, "labels": targets}))
         optimizer.step()
     inputs, targets = lab.batches(1, 3)[0]
     with torch.no_grad():
-        lab.show("logits", model(tokens=inputs)["logits"])
+        lab.show("logits", model(inputs=inputs)["logits"])
         lab.show("evaluated", model(inputs, labels=targets)["loss"])
     return model
 
@@ -192,8 +189,9 @@ def weights_changed_by_hand(cnb: Any, lab: Lab) -> nn.Module:
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.99).clamp_(-0.5, 0.5)
-    nn.init.zeros_(model.blocks[1].down.bias)
-    nn.init.constant_(model.blocks[0].norm_1.weight, 0.7)
+    *_, last = [p for p in model.blocks[1].parameters() if p.dim() == 1]
+    nn.init.zeros_(last)
+    nn.init.constant_(next(p for p in model.blocks[0].parameters() if p.dim() == 1), 0.7)
     model.norm.weight.data.fill_(1.2)
     train(cnb, lab, model, optimizer, 1, seed=8)
     return model
@@ -213,12 +211,13 @@ def weights_drawn_again(cnb: Any, lab: Lab) -> nn.Module:
     model = cnb.parallelize(lab.model())
     torch.manual_seed(21)
     model.apply(initialize)
-    nn.init.trunc_normal_(model.blocks[0].up.weight, std=0.05)
-    nn.init.orthogonal_(model.blocks[1].attention.out.weight)
-    nn.init.kaiming_normal_(model.blocks[1].down.weight)
-    xavier_normal_(model.blocks[0].down.weight)
+    first, second = (list(linears(block).values()) for block in model.blocks)
+    nn.init.trunc_normal_(first[-2].weight, std=0.05)
+    nn.init.orthogonal_(second[-3].weight)
+    nn.init.kaiming_normal_(second[-1].weight)
+    xavier_normal_(first[-1].weight)
     with torch.no_grad():
-        model.blocks[1].up.weight.normal_(0, 0.1)
+        second[-2].weight.normal_(0, 0.1)
     lab.show("random", torch.rand(2))
     train(cnb, lab, model, adamw(model))
     return model
@@ -278,3 +277,4 @@ PROGRAMS: list[Program] = [
     data_loader, seeds, autocast_is_closed, loaded_on_the_way,
     weights_changed_by_hand, weights_drawn_again, parameters_reset, embedding_reset, trained_loss,
 ]  # fmt: skip
+ONLY: dict[Program, str] = {embedding_reset: "gpt llama bert"}

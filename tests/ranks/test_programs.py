@@ -15,11 +15,13 @@ STRATEGIES = [
     (2, "dp=2"), (2, "tp=2"), (2, "pp=2"), (4, "dp=2 tp=2"), (4, "tp=2 pp=2 schedule=gpipe"), (8, "dp=2 tp=2 pp=2")
 ]  # fmt: skip
 Cell = tuple[str, Any, str]  # group, program, model
+ONLY = {**freezing.ONLY, **hooks.ONLY, **evaluation.ONLY, **losses.ONLY}
 EVERY: list[Cell] = [
     (module.__name__.rpartition(".")[2], program, kind)
     for kind in ("gpt", "llama", "bert", "vit")
     for module in (schedules, optimizers, freezing, hooks, evaluation, losses)
     for program in module.PROGRAMS
+    if kind in ONLY.get(program, kind)
 ]
 # Where what is asked may depend on how a model is built.
 OTHERS = [
