@@ -16,7 +16,8 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from colossal_nb.cluster.host import describe_exit, die_with
@@ -50,6 +51,7 @@ class ForkServer:
 
     def orphaned(self) -> None:
         """The supervisor has gone without a word, perhaps in the middle of a long import."""
+        self._reaping = True
         for pid in self._children:
             _kill(pid)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -90,9 +92,11 @@ class ForkServer:
             for each in order["ranks"]:
                 self._fork(each["rank"], each["life"], order)
         elif order["verb"] == "kill":
-            for pid, (rank, _life) in self._children.items():
-                if rank in order["ranks"]:
-                    _kill(pid)
+            with self._none_reaped():
+                for pid, (rank, _life) in self._children.items():
+                    if rank in order["ranks"]:
+                        _kill(pid)
+            self._reap()
         elif order["verb"] == "stop":
             self._open = False
 
@@ -132,8 +136,7 @@ class ForkServer:
     def _reap(self) -> None:
         if self._reaping:
             return
-        self._reaping = True
-        try:
+        with self._none_reaped():
             for pid, (rank, life) in list(self._children.items()):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                     continue
@@ -141,6 +144,14 @@ class ForkServer:
                 _, status = os.waitpid(pid, 0)
                 del self._children[pid]
                 self.tell("exit", rank=rank, life=life, pid=pid, how=describe_exit(status))
+
+    @contextmanager
+    def _none_reaped(self) -> Iterator[None]:
+        """The end of a child, of which a signal tells at any moment, takes nobody out meanwhile: the ranks stay as
+        they are, and a process id that is signalled is still theirs."""
+        self._reaping = True
+        try:
+            yield
         finally:
             self._reaping = False
 
