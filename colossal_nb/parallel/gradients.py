@@ -8,9 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import memory, parameter_hooks
+from colossal_nb.parallel import memory, parameter_hooks, state
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel
+from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.world import World
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -29,7 +31,8 @@ def kept_apart(parameters: list[nn.Parameter]) -> Iterator[None]:
         with parameter_hooks.aside(hooked):
             yield
         for each in hooked:
-            each.change()
+            if each.changes and each.p.grad is not None:
+                each.p.grad = _changed(each, each.p.grad)
     except BaseException:
         for p in parameters:
             p.grad = None
@@ -44,6 +47,17 @@ def kept_apart(parameters: list[nn.Parameter]) -> Iterator[None]:
     for each in hooked:
         if id(each.p) in fresh:
             each.accumulated()
+
+
+def _changed(hooks: parameter_hooks.Aside, gradient: Tensor) -> Tensor:
+    """What the user's hooks make of a gradient, which they see as on one device: whole."""
+    layout = layout_of(hooks.p)
+    if layout is None or tuple(hooks.p.shape) == layout.global_shape:
+        return hooks.changed(gradient)
+    whole = hooks.changed(state.joined(gradient, layout, of="gradient for a hook"))
+    part = state.local_part(whole, layout, World.current().rank)
+    assert part is not None
+    return part
 
 
 def finish(parallel: Parallel, active: dict[str, bool], count: float) -> None:

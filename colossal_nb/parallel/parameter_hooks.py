@@ -54,12 +54,17 @@ class Aside:
         if self.on_accumulated:
             self.p._post_accumulate_grad_hooks = self.on_accumulated
 
-    def change(self) -> None:
-        """Call those on the gradient with `.grad`, which is the new gradient alone."""
+    @property
+    def changes(self) -> bool:
+        """Whether any is on the gradient."""
+        return bool(_split(self.on_gradient, own=False))
+
+    def changed(self, gradient: Tensor) -> Tensor:
+        """What those on the gradient make of it."""
         for hook in _split(self.on_gradient, own=False).values():
-            if self.p.grad is not None:
-                found = hook(self.p.grad)
-                self.p.grad = self.p.grad if found is None else found
+            found = hook(gradient)
+            gradient = gradient if found is None else found
+        return gradient
 
     def accumulated(self) -> None:
         """Call those behind the addition."""

@@ -51,22 +51,28 @@ def _check_tensor(name: str, p: Any) -> None:
 def gathered(part: Tensor, layout: Layout) -> Tensor:
     """The whole tensor on every rank of its mesh, from each rank's part (ignored where a rank holds none)."""
     world = World.current()
-    mesh, shape = layout.mesh, layout.global_shape
-    whole = part.new_empty(shape)
-    if layout.slices(world.rank) is not None:
-        axes = tuple(axis for axis in mesh.axes if isinstance(layout.placement(axis), Shard))
-        group = group_along(mesh, axes) if axes else None
-        parts = [part.contiguous()]
-        ranks = (world.rank,) if group is None else group.ranks
-        if group is not None:
-            parts = [part.new_empty(prod(layout.local_shape(rank) or (0,))) for rank in ranks]
-            group.run("all_gather", [*parts, part.contiguous().reshape(-1)], of="full")
-        for rank, piece in zip(ranks, parts, strict=True):
-            put(whole, layout, rank, piece)
-    for axis in mesh.axes:
+    held = layout.slices(world.rank) is not None
+    whole = joined(part, layout, of="full") if held else part.new_empty(layout.global_shape)
+    for axis in layout.mesh.axes:
         placement = layout.placement(axis)
         if isinstance(placement, On):
-            world.group(mesh, axis).run("broadcast", [whole], root=placement.coordinate, of="full")
+            world.group(layout.mesh, axis).run("broadcast", [whole], root=placement.coordinate, of="full")
+    return whole
+
+
+def joined(part: Tensor, layout: Layout, of: str) -> Tensor:
+    """The whole tensor on the ranks that hold parts of it, in memory of its own. Collective among these."""
+    rank = World.current().rank
+    whole = part.new_empty(layout.global_shape)
+    axes = tuple(axis for axis in layout.mesh.axes if isinstance(layout.placement(axis), Shard))
+    if not axes:
+        put(whole, layout, rank, part)
+        return whole
+    group = group_along(layout.mesh, axes)
+    parts = [part.new_empty(prod(layout.local_shape(each) or (0,))) for each in group.ranks]
+    group.run("all_gather", [*parts, part.contiguous().reshape(-1)], of=of)
+    for each, piece in zip(group.ranks, parts, strict=True):
+        put(whole, layout, each, piece)
     return whole
 
 

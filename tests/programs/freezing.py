@@ -134,8 +134,8 @@ class Spares:
         self.extra = nn.Linear(outputs, outputs)
         self.use_extra = False
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        out = super().forward(inputs)
+    def forward(self, *inputs: Tensor) -> Tensor:
+        out = super().forward(*inputs)
         return out + self.extra(out) if self.use_extra else out
 
 

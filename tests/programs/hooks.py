@@ -150,6 +150,16 @@ def hooks_with_repeated_batches(cnb: Any, lab: Lab) -> nn.Module:
     return model
 
 
+def normed_by_hooks(cnb: Any, lab: Lab) -> nn.Module:
+    """Each gradient gets the length 1: no part of it is enough for that."""
+
+    def hook(model: nn.Module) -> None:
+        for p in model.parameters():
+            p.register_hook(lambda g: g / (g.norm() + 1e-3))
+
+    return _hooked(cnb, lab, hook)
+
+
 def frozen_by_zeros(cnb: Any, lab: Lab) -> nn.Module:
     """Rows of positions are frozen by a hook that makes their gradient 0: the mask is as large as the weight."""
     model = lab.model()
@@ -164,7 +174,8 @@ def frozen_by_zeros(cnb: Any, lab: Lab) -> nn.Module:
 
 PROGRAMS: list[Program] = [
     forward_hooks_change, forward_hooks_change_added_later, inner_backward_hooks, reading_hooks_leave_everything,
-    frozen_by_zeros, backward_hooks_change, backward_hooks_change_added_later, backward_hook_around_blocks,
-    parameter_hooks, parameter_hooks_added_later, hooks_that_go, hooks_with_repeated_batches,
+    normed_by_hooks, frozen_by_zeros, backward_hooks_change, backward_hooks_change_added_later,
+    backward_hook_around_blocks, parameter_hooks, parameter_hooks_added_later, hooks_that_go,
+    hooks_with_repeated_batches,
 ]  # fmt: skip
 ONLY: dict[Program, str] = {backward_hook_around_blocks: "gpt"}
