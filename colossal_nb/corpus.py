@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from colossal_nb.validation import called_as, whole_number
+
 SPLITS = ("train", "validation")
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -63,6 +65,7 @@ def _kept(split: str, sources: list[Path]) -> Path:
     return kept
 
 
+@called_as("cnb.corpus.batches(count=50, batch_size=16, length=128, seed=0)")
 def batches(
     count: int, batch_size: int, length: int, seed: int = 0, split: str = "train"
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -70,8 +73,9 @@ def batches(
 
     The same arguments give the same batches on every rank.
     """
-    if min(count, batch_size, length) < 1:
-        raise ValueError(f"count={count}, batch_size={batch_size}, length={length}: all must be at least 1")
+    count = whole_number("count", count, least=1)
+    batch_size, length = whole_number("batch_size", batch_size, least=1), whole_number("length", length, least=1)
+    seed = whole_number("seed", seed)
     text = data(split)
     if length + 1 > len(text):
         raise ValueError(f"length={length}: the {split} split has {len(text)} bytes")

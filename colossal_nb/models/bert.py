@@ -4,7 +4,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from colossal_nb.models.parts import Attention, check_heads, check_length, check_sizes, example_tokens, start
+from colossal_nb.models.parts import (
+    Attention,
+    check_dropout,
+    check_heads,
+    check_length,
+    check_sizes,
+    example_tokens,
+    start,
+)
 
 
 class BERTBlock(nn.Module):
@@ -61,6 +69,7 @@ class BERT(nn.Module):
         super().__init__()
         check_sizes(vocab_size=vocab_size, layers=layers, max_length=max_length, types=types)
         check_heads(hidden, heads)
+        check_dropout(dropout)
         self.max_length = max_length
         self.token = nn.Embedding(vocab_size, hidden)
         self.position = nn.Embedding(max_length, hidden)

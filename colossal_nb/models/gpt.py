@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from colossal_nb.models.parts import (
     Block,
+    check_dropout,
     check_heads,
     check_length,
     check_sizes,
@@ -35,6 +36,7 @@ class GPT(nn.Module):
         super().__init__()
         check_sizes(vocab_size=vocab_size, layers=layers, max_length=max_length)
         check_heads(hidden, heads)
+        check_dropout(dropout)
         self.max_length = max_length
         self.token = nn.Embedding(vocab_size, hidden)
         self.position = nn.Embedding(max_length, hidden)

@@ -4,7 +4,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from colossal_nb.models.parts import check_heads, check_length, check_sizes, example_tokens, start, start_residual
+from colossal_nb.models.parts import (
+    check_dropout,
+    check_heads,
+    check_length,
+    check_sizes,
+    example_tokens,
+    start,
+    start_residual,
+)
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of every position's angles, (length, head_size / 2) each."""
@@ -94,6 +102,7 @@ class Llama(nn.Module):
         super().__init__()
         check_sizes(vocab_size=vocab_size, layers=layers, max_length=max_length)
         check_heads(hidden, heads)
+        check_dropout(dropout)
         kv_heads = heads if kv_heads is None else kv_heads
         _check_groups(hidden, heads, kv_heads)
         inner = -(-8 * hidden // 48) * 16 if inner is None else inner

@@ -6,12 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from colossal_nb.models.parts import check_sizes
+
 
 class MLP(nn.Module):
     """`layers` Linear layers with GELU between them: features -> hidden -> ... -> classes. At least 2 layers."""
 
     def __init__(self, features: int, hidden: int, classes: int, layers: int = 2) -> None:
         super().__init__()
+        check_sizes(features=features, hidden=hidden, classes=classes, layers=layers)
         if layers < 2:
             raise ValueError(f"layers={layers}: an MLP has an input and an output layer, so at least 2")
         widths = [features, *[hidden] * (layers - 1), classes]

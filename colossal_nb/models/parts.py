@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from colossal_nb.validation import as_whole, real_number, shown
+
 
 class Attention(nn.Module):
     """Self-attention. The width is read from the tensors, so a module with fewer heads runs the same lines."""
@@ -51,10 +53,16 @@ class Block(nn.Module):
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises ValueError that names every size below 1."""
-    wrong = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+    """Raises ValueError that names every size that is none."""
+    wrong = [f"{name}={shown(size)}" for name, size in sizes.items() if as_whole(size) is None or size < 1]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)}: each must be at least 1")
+        raise ValueError(f"{', '.join(wrong)}: each must be a whole number, at least 1")
+
+
+def check_dropout(p: float) -> None:
+    """Raises ValueError for what is no probability."""
+    if real_number("dropout", p, 0, "a probability") > 1:
+        raise ValueError(f"dropout={p}: a probability, 0 to 1")
 
 
 def check_heads(hidden: int, heads: int) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.models.parts import Block, check_heads, check_sizes, start, start_residual
+from colossal_nb.models.parts import Block, check_dropout, check_heads, check_sizes, start, start_residual
 
 
 class ViT(nn.Module):
@@ -28,6 +28,7 @@ class ViT(nn.Module):
         super().__init__()
         check_sizes(image_size=image_size, patch_size=patch_size, classes=classes, layers=layers, channels=channels)
         check_heads(hidden, heads)
+        check_dropout(dropout)
         if image_size % patch_size:
             near = [str(n) for n in range(1, image_size + 1) if image_size % n == 0]
             raise ValueError(f"patch_size={patch_size} does not divide image_size={image_size}: take {', '.join(near)}")

@@ -21,8 +21,10 @@ from colossal_nb.parallel.saving.fill import fill, go_on
 from colossal_nb.parallel.saving.fitting import check_fits
 from colossal_nb.parallel.saving.shards import Index, Job, Reader, write
 from colossal_nb.parallel.world import World
+from colossal_nb.validation import called_as, shown
 
 
+@called_as('cnb.save("runs/small", model, optimizer, step=step)')
 def save(
     path: str | PathLike[str], model: nn.Module, optimizer: Any = None, *, wait: bool = True, **extra: Any
 ) -> Saving | None:
@@ -44,6 +46,8 @@ def save(
     Raises on all ranks alike: ValueError for a path that differs between ranks or belongs to something else, and for
     values that cannot be kept (naming them), OSError where writing fails.
     """
+    if not isinstance(wait, bool):
+        raise ValueError(f"wait={shown(wait)}: True, or False to go on while it is written")
     everything = contents(model, optimizer)
     parallel, group = everything.parallel, _group(everything.parallel)
     target = folder.agreed(path, group, "save")
@@ -94,6 +98,7 @@ def _in_background(target: Target, draft: Draft, drafts: list[dict[str, Any]], e
     return saving
 
 
+@called_as('extra = cnb.load("runs/small", model, optimizer)')
 def load(path: str | PathLike[str], model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
     """Read what `save` wrote, under any strategy, into a model and optimizers built as for the save. Collective.
 

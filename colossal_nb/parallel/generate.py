@@ -11,8 +11,13 @@ from colossal_nb.parallel.agree import differing
 from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.handle import Parallel, find, require
 from colossal_nb.parallel.trace import evaluating
+from colossal_nb.validation import called_as, real_number, whole_number
+
+_WHOLE = (torch.int64, torch.int32)
+_COLDEST = 1e-9  # below it softmax leaves the range of its numbers
 
 
+@called_as("cnb.generate(model, tokens, new_tokens)")
 def generate(
     model: nn.Module,
     tokens: Tensor,
@@ -31,7 +36,10 @@ def generate(
     that it was in. Collective for a parallel model. Raises ValueError on wrong arguments, and on all ranks alike where
     these were given different tokens.
     """
-    _check(model, tokens, new_tokens, temperature)
+    _check(model, tokens, generator)
+    new_tokens = whole_number("new_tokens", new_tokens, least=0)
+    temperature = real_number("temperature", temperature, 0, "0 takes the likeliest token, 1 draws as the model says")
+    eos = None if eos is None else whole_number("eos", eos)
     parallel = require(model) if find(model) is not None else None
     one = tokens.dim() == 1
     found = tokens[None] if one else tokens
@@ -51,18 +59,16 @@ def generate(
     return found[0] if one else found
 
 
-def _check(model: Any, tokens: Any, new_tokens: int, temperature: float) -> None:
+def _check(model: Any, tokens: Any, generator: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"generate takes a torch.nn.Module, not {type(model).__name__}")
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dim() not in (1, 2):
+    if not isinstance(tokens, Tensor) or tokens.dtype not in _WHOLE or tokens.dim() not in (1, 2):
         what = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens are whole numbers of shape (batch, length) or (length,), not {what}")
+        raise ValueError(f"tokens are a tensor of int64 or int32, of shape (batch, length) or (length,), not {what}")
     if not tokens.numel():
         raise ValueError(f"tokens of shape {list(tokens.shape)}: there is no token to begin with")
-    if new_tokens < 0:
-        raise ValueError(f"new_tokens={new_tokens}: 0 or more")
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature}: 0 takes the likeliest token, 1 draws as the model says")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator is a torch.Generator or None, not {type(generator).__name__}")
 
 
 def _share(parallel: Parallel, tokens: Tensor, new_tokens: int, generator: torch.Generator | None) -> None:
@@ -99,5 +105,5 @@ def _chosen(logits: Tensor, temperature: float, generator: torch.Generator | Non
     if not temperature:
         return logits.argmax(-1)
     # On the host: the same numbers on every device, whatever it is.
-    chances = torch.softmax(logits.double().cpu() / temperature, -1)
+    chances = torch.softmax(logits.double().cpu() / max(temperature, _COLDEST), -1)
     return torch.multinomial(chances, 1, generator=generator)[:, 0].to(logits.device)

@@ -177,6 +177,8 @@ def require(model: Any) -> Parallel:
     parallel = find(model)
     if parallel is None:
         what = type(model).__name__
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"the first argument is the model, as cnb.parallelize returned it, not {what}")
         if compiled.wraps(model) and find(model._orig_mod) is not None:
             raise ValueError(
                 "this model was compiled after parallelize: take the model that parallelize returned; torch.compile "

@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Strategy
+from colossal_nb.validation import called_as
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+@called_as('cnb.init("tp=2 pp=2")')
 def init(strategy: Strategy | str | None = None) -> None:
     """Join the ranks that torchrun started and name the strategy of the program: `cnb.init("tp=2 pp=2")`.
 

@@ -27,6 +27,7 @@ from colossal_nb.parallel.recipe import Place, Random, Recipe, Step, room
 from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.trace import Storage, storage_of, written
 from colossal_nb.parallel.unread import VALUELESS
+from colossal_nb.validation import called_as
 
 GIB = 1 << 30
 SMALL_BYTES = 4096  # tensors up to this size are simply built
@@ -71,6 +72,7 @@ def _waiting(own: type[Tensor]) -> type[Tensor]:
     return type(f"Waiting{own.__name__}", (Waiting, own), {})
 
 
+@called_as("with cnb.lazy(): model = GPT(...)")
 @contextmanager
 def lazy() -> Iterator[None]:
     """Build models inside without memory for their weights, on any number of ranks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.unread import Unread
 from colossal_nb.parallel.world import World
+from colossal_nb.validation import called_as, whole_number
 
 _KEY = 1_000_003  # apart from small seeds that programs take
+_MOST_SEED = 2**40
 
 
+@called_as("cnb.loader(dataset, batch_size=64, shuffle=True)")
 def loader(
     dataset: Any,
     batch_size: int,
@@ -38,16 +41,24 @@ def loader(
 
     Raises ValueError for a dataset without length or index, or sizes below 1.
     """
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not indexed or isinstance(dataset, IterableDataset | Mapping | type):
         raise ValueError(
-            f"loader takes a dataset with len() and [index], not {type(dataset).__name__}: ranks read different "
+            f"loader takes a dataset with len() and [index], not {_named(dataset)}: ranks read different "
             "samples of it, so it must be able to give any of them. list(dataset) makes one, if it fits into memory"
         )
-    if batch_size < 1 or num_workers < 0:
-        raise ValueError(f"batch_size={batch_size}, num_workers={num_workers}: at least 1 and 0")
+    batch_size = whole_number("batch_size", batch_size, least=1)
+    num_workers = whole_number("num_workers", num_workers, least=0)
+    seed = whole_number("seed", seed, -_MOST_SEED, _MOST_SEED)
+    if collate_fn is not None and not callable(collate_fn):
+        raise ValueError(f"collate_fn makes a batch of a list of samples; {type(collate_fn).__name__} is no function")
     if not len(dataset) or (drop_last and len(dataset) < batch_size):
         raise ValueError(f"no batch of {batch_size} in a dataset of {len(dataset)} samples")
     return Loader(dataset, batch_size, shuffle, seed, drop_last, num_workers, collate_fn)
+
+
+def _named(dataset: Any) -> str:
+    return f"the class {dataset.__name__}" if isinstance(dataset, type) else type(dataset).__name__
 
 
 class Loader:

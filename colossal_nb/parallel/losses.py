@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel.counting import Seen
+from colossal_nb.parallel.work import Released
+from colossal_nb.validation import shown
 
 FIX = (
     "return (sum, count) from loss_fn instead of a mean: the sum of the losses of this part and the number that the "
@@ -60,7 +63,7 @@ def part(value: Any, seen: Seen, samples: int, batch: int) -> Part:
     Raises ValueError for what is neither a scalar nor a pair.
     """
     if isinstance(value, tuple | list) and len(value) == 2:
-        total, count = _scalar(value[0]), float(value[1])
+        total, count = _scalar(value[0]), _count(value[1])
         return Part(total, 1.0, count, count, samples)
     scalar = _scalar(value)
     if not seen.means and any(value is total for total in seen.sums):
@@ -72,6 +75,38 @@ def part(value: Any, seen: Seen, samples: int, batch: int) -> Part:
     return Part(scalar, counts[0], counts[0], sum(counts), samples, exact, guessed)
 
 
+def check(loss_fn: Any, targets: Any) -> None:
+    """Raises ValueError for what is no loss, and for targets that nobody could cut."""
+    if isinstance(loss_fn, type):
+        raise ValueError(f"loss_fn is the class {loss_fn.__name__}; an object of it is wanted: {loss_fn.__name__}()")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn={shown(loss_fn)} is no function: loss_fn(output, targets) returns the loss; None takes the "
+            "model's own"
+        )
+    values = targets.values() if isinstance(targets, dict) else targets if isinstance(targets, tuple | list) else ()
+    arrays = [type(each) for each in (targets, *values) if hasattr(each, "__array_interface__")]
+    if arrays:
+        raise ValueError(f"the targets hold a NumPy {arrays[0].__name__}; tensors are cut: torch.as_tensor(targets)")
+
+
+def value_of(loss_fn: Any, output: Any, targets: Any) -> Any:
+    """What `loss_fn` returns. Raises ValueError where it takes other arguments, or misses targets that nobody gave."""
+    try:
+        return loss_fn(output, targets)
+    except Released:
+        raise
+    except Exception as error:
+        if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            raise ValueError(f"loss_fn is called as loss_fn(output, targets), and {error}") from error
+        if targets is None:
+            raise ValueError(
+                f"loss_fn failed ({type(error).__name__}: {error}), and it was called with targets=None, because none "
+                "were given: cnb.forward_backward(model, loss_fn, inputs, targets)"
+            ) from error
+        raise
+
+
 def own_loss(output: Any) -> Any:
     """The loss that the model computed itself: `.loss` or `["loss"]` of its output."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -81,6 +116,16 @@ def own_loss(output: Any) -> Any:
             f"({type(output).__name__}) has no .loss: pass labels in the inputs, or give a loss_fn"
         )
     return loss
+
+
+def _count(value: Any) -> float:
+    try:
+        count = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        count = math.nan
+    if not 0 <= count < math.inf:
+        raise ValueError(f"loss_fn returned (sum, {shown(value)}): the count is one number, at least 0")
+    return count
 
 
 def _scalar(value: Any) -> Tensor:

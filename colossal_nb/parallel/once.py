@@ -11,10 +11,12 @@ from colossal_nb.parallel import objects
 from colossal_nb.parallel.handle import tell
 from colossal_nb.parallel.sharing import shared
 from colossal_nb.parallel.world import World
+from colossal_nb.validation import called_as
 
 Result = TypeVar("Result")
 
 
+@called_as("@cnb.once on a function, or with cnb.once() as mine: a block")
 def once(function: Callable[..., Result] | None = None) -> Any:
     """One rank runs it, the others wait until it is done.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from colossal_nb.parallel.handle import holds
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.state import local_part
+from colossal_nb.plan import Strategy
 
 # Optimizers whose update of one element needs that element's history alone: a shard's update is a part of the whole's.
 ELEMENTWISE = (
@@ -27,7 +28,14 @@ _REASONS = {
 def check(optimizer: Any, model: nn.Module, cut: bool) -> None:
     """Raise ValueError where the optimizer does not belong to the model or (`cut`) could not update shards."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        hint = ""
+        if isinstance(optimizer, type):
+            hint = f": the class, so make one, {optimizer.__name__}(model.parameters(), ...)"
+        elif isinstance(optimizer, str | Strategy):
+            hint = f': a strategy goes by name, strategy="{optimizer}"'
+        elif isinstance(optimizer, list | tuple):
+            hint = ": one at a time, cnb.parallelize(model, first), then cnb.parallelize(model, second)"
+        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}{hint}")
     own = {id(p) for p in model.parameters()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = sum(id(p) not in own for p in given)

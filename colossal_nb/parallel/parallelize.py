@@ -34,10 +34,12 @@ from colossal_nb.parallel.precision import Precision, raise_masters
 from colossal_nb.parallel.undo import noted
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, Strategy
+from colossal_nb.validation import called_as
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+@called_as("model, optimizer = cnb.parallelize(model, optimizer)")
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -193,7 +195,9 @@ def _layouts(parallel: Parallel) -> None:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"parallelize takes a torch.nn.Module, not {type(model).__name__}")
+        is_class = isinstance(model, type) and issubclass(model, nn.Module)
+        what = f"the class {model.__name__}: give {model.__name__}(...)" if is_class else type(model).__name__
+        raise ValueError(f"parallelize takes a torch.nn.Module, not {what}")
     if type(model).__module__.startswith("torch.nn.parallel") or type(model).__name__.startswith("FSDP"):
         raise ValueError(f"{type(model).__name__} distributes the model already: give parallelize the model inside it")
     if next(model.parameters(), None) is None:

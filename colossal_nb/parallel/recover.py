@@ -12,8 +12,10 @@ from colossal_nb.parallel import objects, trouble
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel, require, tell
 from colossal_nb.parallel.structure import rebuild
+from colossal_nb.validation import called_as
 
 
+@called_as("cnb.recover(model)")
 def recover(model: nn.Module) -> None:
     """After a stop or an error that left the weights of different steps on different ranks: make them one again.
 

@@ -26,8 +26,10 @@ from colossal_nb.parallel.state import gathered, local_part
 from colossal_nb.parallel.undo import Changes
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, Strategy
+from colossal_nb.validation import called_as
 
 
+@called_as('model, optimizer = cnb.redistribute(model, optimizer, "dp=4")')
 def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | str | None = None) -> Any:
     """Move a parallel model and its optimizers to another strategy, in place; returns `model`, or both.
 

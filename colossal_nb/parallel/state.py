@@ -13,8 +13,10 @@ from colossal_nb.parallel.handle import find, group_along, holds, require_owner,
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, On, Shard
+from colossal_nb.validation import called_as
 
 
+@called_as("cnb.full(model.head.weight)")
 def full(p: Tensor) -> Tensor:
     """The whole parameter on every rank, detached, in host or device memory of its own. Collective."""
     _check_tensor("full", p)
@@ -27,6 +29,7 @@ def _full(p: Tensor) -> Tensor:
     return p.detach().clone() if layout is None else gathered(p.detach(), layout)
 
 
+@called_as("cnb.full_grad(model.head.weight)")
 def full_grad(p: Tensor) -> Tensor | None:
     """The whole gradient of a parameter on every rank; None if it has none anywhere. Collective."""
     _check_tensor("full_grad", p)

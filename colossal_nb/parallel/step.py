@@ -26,13 +26,14 @@ from colossal_nb.parallel import (
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel, require
-from colossal_nb.parallel.losses import Part, own_loss, part, refuse_trained
+from colossal_nb.parallel.losses import Part, check, own_loss, part, refuse_trained, value_of
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.recompute import recomputing
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.trace import untouched
 from colossal_nb.parallel.world import World
+from colossal_nb.validation import called_as, shown
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Done:
             self.kept.append((piece.start, piece.start + count, rebuild(gather(output), Tensor.detach)))
 
 
+@called_as("loss = cnb.forward_backward(model, loss_fn, inputs, targets)")
 def forward_backward(
     model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any = None, return_output: bool = False
 ) -> Any:
@@ -75,6 +77,7 @@ def forward_backward(
     Raises ValueError on all ranks for batches that differ between ranks and for losses that cannot be put together.
     """
     parallel = require(model)
+    check(loss_fn, targets)
     trouble.settle(parallel)
     compiled.refuse(model, parallel.mesh.size)
     if World.current().verify:
@@ -251,10 +254,10 @@ def _finished(
 def measured(loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, batch: int) -> Part:
     """The loss of one piece of `batch` samples; `seen` is what happened inside the model when its own is taken."""
     if loss_fn is None:
-        return part(own_loss(output), seen, piece.samples, batch)
+        return _trainable(part(own_loss(output), seen, piece.samples, batch))
     try:
         with CountingMeans(by_hand=True) as means:
-            value = loss_fn(output, piece.targets)
+            value = value_of(loss_fn, output, piece.targets)
     except Exception as error:
         uncut = [str(list(t.shape)) for t in leaves(piece.targets) if not t.dim() or t.shape[0] != piece.samples]
         if not uncut or piece.samples == batch:
@@ -271,8 +274,8 @@ def _trainable(result: Part) -> Part:
     """Raises ValueError for a loss that no gradient can come from; a part of the batch may add a plain zero."""
     if not result.value.requires_grad and result.value != 0:
         raise ValueError(
-            "loss_fn returned a loss without a gradient: it was detached, made under torch.no_grad() or does not "
-            "depend on the output, so nothing would be trained"
+            "the loss has no gradient: it was detached, made under torch.no_grad(), does not depend on the output, or "
+            "all parameters are frozen (requires_grad=False), so nothing would be trained"
         )
     return result
 
@@ -298,12 +301,18 @@ def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], don
         parallel.pipeline.run_step(given, loss_of, begin if keyed else None)
 
 
+@called_as("with cnb.accumulate(model): around several forward_backward")
 @contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
     """Delay the reduction of gradients over dp to the end of the block: several forward_backward, one exchange.
 
     Inside, `.grad` holds this rank's part. Afterwards it is as if every call had reduced at once.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"accumulate takes the model, not {shown(model)}: what adds up is all forward_backward inside "
+            "`with cnb.accumulate(model):`"
+        )
     parallel = require(model)
     if parallel.accumulating:
         raise ValueError("accumulate(model) is already open for this model: one block around all calls suffices")
@@ -320,12 +329,13 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         gradients.settle(parallel)
 
 
+@called_as("cnb.log(accuracy=0.91), each value by a name")
 def log(**values: Any) -> None:
     """Write numbers of the running step to the record: `cnb.log(accuracy=0.91)`. Tensors of one element count."""
     recorder = World.current().recorder
     for name, value in values.items():
         try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"log({name}={type(value).__name__}): a value must be one number") from error
+            number = float(None if isinstance(value, str | bytes) else value)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(f"log({name}={shown(value)}): a value is one number, or a tensor with one") from error
         recorder.mark(events.running_step(), "log", name, number)

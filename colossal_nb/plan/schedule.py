@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from colossal_nb.plan.legal import BUILT
+from colossal_nb.validation import called_as, shown, whole_number
 
 
 class Action(NamedTuple):
@@ -45,21 +46,21 @@ Orders = Sequence[Sequence[Action]]
 Step = Action | Exchange
 
 
+@called_as('cnb.schedule("1f1b", p=4, m=8): what each of p stages computes for m microbatches')
 def schedule(name: str, p: int, m: int, chunks: int | None = None) -> list[list[Action]]:
     """What each of `p` ranks computes for `m` microbatches, in order.
 
     gpipe: all forwards, then all backwards; m microbatches in flight; bubble (p-1)/(m+p-1).
     1f1b: rank r runs p-1-r forwards ahead, then alternates; min(m, p-r) in flight; the same bubble.
     """
-    orders = _ORDERS.get(name)
+    orders = _ORDERS.get(name) if isinstance(name, str) else None
     if orders is None:
         built = ", ".join(map(str, BUILT["schedule"]))
-        near = get_close_matches(name, _ORDERS, n=1)
+        near = get_close_matches(str(name), _ORDERS, n=1)
         raise ValueError(
-            f"schedule {name!r} is not built; built: {built}" + (f"; did you mean {near[0]}?" if near else "")
+            f"schedule {shown(name)} is not built; built: {built}" + (f"; did you mean {near[0]}?" if near else "")
         )
-    if p < 1 or m < 1:
-        raise ValueError(f"a pipeline has at least 1 stage and 1 microbatch, not p={p} m={m}")
+    p, m = (whole_number(each, value, least=1) for each, value in (("p", p), ("m", m)))
     if chunks not in (None, 1):
         raise ValueError(f"{name} has one chunk per rank, not {chunks}: leave chunks out")
     return [orders(p, m, rank) for rank in range(p)]

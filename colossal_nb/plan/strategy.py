@@ -6,7 +6,7 @@ import dataclasses
 import re
 import unicodedata
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from colossal_nb.plan import legal
 from colossal_nb.plan.hints import field_hint, value_hint
@@ -61,8 +61,19 @@ class Strategy:
     )
     recompute: str = _field("none", "activation checkpointing", ("none", "selective", "full"))
 
+    def __new__(cls, *values: Any, **fields: Any) -> Self:
+        if values and isinstance(values[0], str):
+            raise ValueError(f"a strategy that is a text is read by Strategy.parse({values[0]!r}); fields are numbers")
+        unknown = [field_hint(name, str(fields[name]), list(FIELDS)) for name in fields if name not in FIELDS]
+        if len(values) > len(FIELDS):
+            unknown.append(f"{len(values)} values for {len(FIELDS)} fields: name them, Strategy(tp=2, pp=2)")
+        if unknown:
+            raise ValueError(legal.message(unknown))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        wrong = [reason for field in FIELDS.values() for reason in _wrong(field, getattr(self, field.name))]
+        given = ((field, getattr(self, field.name)) for field in FIELDS.values())
+        wrong = [reason for field, value in given for reason in _wrong(field, value, repr(value))]
         if wrong:
             raise ValueError(legal.message(wrong))
 
@@ -87,7 +98,7 @@ class Strategy:
                 wrong.append(f"{name} is given twice: {name}={values[name]} and {name}={value}")
             else:
                 values[name] = int(value) if re.fullmatch(r"-?[0-9]{1,18}", value) else value
-                wrong += _wrong(field, values[name])
+                wrong += _wrong(field, values[name], value)
         if wrong:
             raise ValueError(legal.message(wrong))
         return cls(**values)  # type: ignore[arg-type]
@@ -151,8 +162,8 @@ FIELDS: dict[str, Field] = {
 }
 
 
-def _wrong(field: Field, value: object) -> list[str]:
-    """What is wrong with one value by itself."""
+def _wrong(field: Field, value: object, shown: str) -> list[str]:
+    """What is wrong with one value by itself; `shown`: as it was given."""
     if value is None and field.default is None:
         return []
     if field.choices:
@@ -160,7 +171,7 @@ def _wrong(field: Field, value: object) -> list[str]:
         return [] if known else [value_hint(field.name, value, field.choices)]
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return []
-    return [f"{field.name}={value}: {field.name} is a whole number from 1 ({field.doc})"]
+    return [f"{field.name}={shown}: {field.name} is a whole number from 1 ({field.doc})"]
 
 
 def _words(text: str) -> list[str]:

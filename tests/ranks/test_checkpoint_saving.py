@@ -144,7 +144,7 @@ def test_paths_that_cannot_be(ranks: Any, tmp_path: Path) -> None:
     differ, number, taken, file, load = said[0]
     assert f"rank 0: {tmp_path}/rank0, rank 1: {tmp_path}/rank1" in differ
     assert "load takes the same path" in load
-    assert "not a int" in number
+    assert "not 7" in number
     assert "notes.txt" in taken
     assert "is a file" in file
     assert (said[1][0], said[1][1], said[1][4]) == (differ, number, load)

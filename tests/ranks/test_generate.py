@@ -83,6 +83,6 @@ def wrong() -> list[str]:
 def test_wrong_arguments(ranks: Any) -> None:
     for said in ranks(2).run(wrong):
         for words, text in zip(
-            ("of rank 1 differ", "whole numbers", "0 or more", "no token", "likeliest"), said, strict=True
+            ("of rank 1 differ", "int64 or int32", "at least 0", "no token", "likeliest"), said, strict=True
         ):
             assert words in text

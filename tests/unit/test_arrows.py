@@ -11,17 +11,18 @@ PACKAGE = Path(__file__).parents[2] / "colossal_nb"
 # Room -> the other rooms it may import. A room is a package or module directly below colossal_nb.
 ARROWS = {
     "record": set(),
-    "plan": {"record"},
+    "validation": set(),
+    "plan": {"record", "validation"},
     "checks": {"plan", "record"},
-    "parallel": {"plan", "record"},
+    "parallel": {"plan", "record", "validation"},
     "engine": {"parallel", "plan", "record", "cluster"},
     "cluster": {"record"},
     "run": {"cluster", "plan", "record"},
     "session": {"cluster", "plan", "record", "run"},
     "views": {"plan", "record", "checks"},
     "notebook": {"cluster", "plan", "record", "checks", "run", "session", "views", "models", "corpus"},
-    "models": set(),
-    "corpus": set(),
+    "models": {"validation"},
+    "corpus": {"validation"},
 }
 # Third party -> the rooms it may enter.
 GUESTS = {

@@ -194,7 +194,7 @@ def test_vit_refuses_other_images() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: GPT(0, 1, 8, 2, max_length=0), "vocab_size=0, max_length=0: each must be at least 1"),
+        (lambda: GPT(0, 1, 8, 2, max_length=0), "vocab_size=0, max_length=0: each must be a whole number, at least 1"),
         (lambda: Llama(13, 0, 8, 2), "layers=0"),
         (lambda: Llama(13, 1, 8, 2, inner=0), "inner=0"),
         (lambda: Llama(13, 1, 8, 2, kv_heads=0), "kv_heads=0 does not divide heads=2: take 1 or 2"),

@@ -122,8 +122,8 @@ def test_deadlock_of_rendezvous_sends_is_found_where_buffered_sends_would_pass()
 @pytest.mark.parametrize("call, said", [
     (lambda: schedule("zb-h1", 2, 2), "schedule 'zb-h1' is not built; built: 1f1b, gpipe"),
     (lambda: schedule("gpip", 2, 2), "did you mean gpipe?"),
-    (lambda: schedule("gpipe", 0, 2), "not p=0 m=2"),
-    (lambda: schedule("1f1b", 2, 0), "not p=2 m=0"),
+    (lambda: schedule("gpipe", 0, 2), "p=0: p is a whole number, at least 1"),
+    (lambda: schedule("1f1b", 2, 0), "m=0: m is a whole number, at least 1"),
     (lambda: schedule("1f1b", 2, 2, chunks=2), "one chunk per rank, not 2"),
 ])  # fmt: skip
 def test_what_cannot_be_scheduled_is_refused(call, said):

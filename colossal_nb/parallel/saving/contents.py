@@ -50,7 +50,7 @@ class Contents:
 def contents(model: nn.Module, optimizer: Any) -> Contents:
     """Raises ValueError on what is no model, on optimizers of another model, on state that has no tensors."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"the second argument is the model, a torch.nn.Module, not a {type(model).__name__}")
+        raise ValueError(f"the second argument is the model, a torch.nn.Module, not {type(model).__name__}")
     parallel = find(model)
     if parallel is not None:
         require_cell(parallel)

@@ -22,6 +22,7 @@ from typing import Any
 
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.objects import all_gather
+from colossal_nb.validation import shown
 
 FILE = "checkpoint.json"
 FORMAT, VERSION = "colossal_nb checkpoint", 1
@@ -36,13 +37,14 @@ def agreed(path: Any, group: Group, of: str) -> Path:
     Collective.
     """
     try:
-        text = str(Path(os.fspath(path)).expanduser().absolute())
+        name = os.fspath(path)
+        text = str(Path(name).expanduser().absolute()) if name and "\0" not in name else ""
     except (TypeError, RuntimeError):
         text = ""
-    given = all_gather((text, type(path).__name__), group, of)
+    given = all_gather((text, shown(path)), group, of)
     wrong = [kind for each, kind in given if not each]
     if wrong:
-        raise ValueError(f"the path of a checkpoint is a string or a pathlib.Path, not a {wrong[0]}")
+        raise ValueError(f"the path of a checkpoint is a string or a pathlib.Path, not {wrong[0]}")
     if len({each for each, _ in given}) > 1:
         listed = ", ".join(f"rank {rank}: {each}" for rank, (each, _) in zip(group.ranks, given, strict=True))
         raise ValueError(

@@ -15,6 +15,7 @@ from torch import nn
 
 from colossal_nb.parallel import objects, report, trouble
 from colossal_nb.parallel.handle import Parallel, require, tell, text
+from colossal_nb.parallel.losses import check
 from colossal_nb.parallel.outcome import alike
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.saving import rng
@@ -28,6 +29,7 @@ from colossal_nb.parallel.verify.sequential import Sequential, Trained, keeps_st
 from colossal_nb.parallel.verify.start import start
 from colossal_nb.parallel.verify.twins import WAITS, Twin, parallel_twin, sequential_twin
 from colossal_nb.parallel.world import World
+from colossal_nb.validation import called_as, whole_number
 
 __all__ = ["NotSequential", "Row", "Verification", "verify"]
 
@@ -36,6 +38,7 @@ class NotSequential(RuntimeError):
     """The parallel program of a cell is not the sequential one; the text is the whole report."""
 
 
+@called_as("report = cnb.verify(model, loss_fn, inputs, targets)")
 def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any = None, steps: int = 3) -> Verification:
     """Compare some steps on one global batch with the sequential program: losses, gradients, updated weights.
 
@@ -48,9 +51,14 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
 
     Returns a `Verification`: true where they are equal; otherwise `.cause` says where the difference begins.
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps={steps!r}: verify runs a whole number of steps, at least 1")
+    steps = whole_number("steps", steps, least=1)
     parallel = require(model)
+    check(loss_fn, targets)
+    if not any(p.requires_grad for p in parallel.parameters.values()):
+        raise ValueError(
+            f"all {len(parallel.parameters)} parameters are frozen (requires_grad=False), so there is no step that "
+            "could be compared: verify trains; thaw what will be trained"
+        )
     trouble.settle(parallel)
     begun = time.perf_counter()
     parts = parallel.replicas * parallel.microbatches if keeps_statistics(model) else 1

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel
-from colossal_nb.parallel.losses import Part, own_loss
+from colossal_nb.parallel.losses import Part, own_loss, value_of
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.step import measured
 from colossal_nb.parallel.unread import whole
@@ -70,7 +70,7 @@ class Sequential:
         if self.loss_fn is None:
             value = own.precision.raised(own_loss(output))
         else:
-            value = self.loss_fn(own.precision.raised(output), targets)
+            value = value_of(self.loss_fn, own.precision.raised(output), targets)
         if isinstance(value, tuple | list):
             value = value[0] / value[1]
         with own.precision.installed():
