@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
@@ -26,6 +27,26 @@ def refuse(model: nn.Module, ranks: int) -> None:
             f"torch.compile is on {', '.join(names[:3])}{more}, and compiled modules do not run on several ranks "
             f"({ranks} here): leave torch.compile out, or run the cell on one device"
         )
+
+
+def refuse_around(ranks: int) -> None:
+    """Raise ValueError where several ranks' model is called from code that torch.compile runs.
+
+    Tracing alone sees `is_compiling`; what it may not trace is called when the traced code runs, and raises there.
+    """
+    if ranks > 1 and torch.compiler.is_compiling():
+        _refuse_around(ranks)
+
+
+def _refuse_around(ranks: int) -> None:
+    raise ValueError(
+        "this model is called from what torch.compile made (of the model after parallelize, or of a function around "
+        f"it), and compiled code does not run on several ranks ({ranks} here): call the model that parallelize "
+        "returned, or run the cell on one device"
+    )
+
+
+_refuse_around._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -40,6 +40,7 @@ class Road:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.parallel.inside:
             return self.parallel.forward(*args, **kwargs)
+        compiled.refuse_around(self.parallel.mesh.size)
         return run(self.parallel, args, kwargs)
 
 

@@ -116,6 +116,8 @@ def forward_backward(
             World.current().note(_OWN_GUESSED)
         gradients.finish(parallel, totals.active, 1 if _at_once(parallel, mine) else totals.count / unit)
         loss_scale.seen(parallel, fresh)
+    if math.isnan(totals.loss) and parallel.pipeline is not None:
+        World.current().note(_NAN)
     events.stepped(parallel, totals.loss)
     loss = totals.tensor(parallel.device)
     return (loss, _whole_output(parallel, loss_fn, done, loss)) if return_output else loss
@@ -175,6 +177,10 @@ def _note_compared(parallel: Parallel, loss_fn: LossFn, totals: agree.Totals) ->
 _DRAWS = (
     "the model or loss_fn draws random numbers of its own: every part of the batch draws some, so they are not those "
     "of one device (those of torch's dropout are: its masks go by sample)"
+)
+_NAN = (
+    "the loss is NaN; under pp a stage also reads NaN where a forward takes from another stage what the recorded "
+    "forward did not take (a flag that changes what is added to what): run the cell without pp to see which it is"
 )
 _GUESSED = (
     "loss_fn is not made of means that can be counted, so every step compares its parts with the whole batch, which "
@@ -274,8 +280,8 @@ def _trainable(result: Part) -> Part:
     """Raises ValueError for a loss that no gradient can come from; a part of the batch may add a plain zero."""
     if not result.value.requires_grad and result.value != 0:
         raise ValueError(
-            "the loss has no gradient: it was detached, made under torch.no_grad(), does not depend on the output, or "
-            "all parameters are frozen (requires_grad=False), so nothing would be trained"
+            "this is a loss without a gradient: it was detached, made under torch.no_grad(), does not depend on the "
+            "output, or all parameters are frozen (requires_grad=False), so nothing would be trained"
         )
     return result
 

@@ -6,8 +6,11 @@ from collections import Counter
 from typing import Any
 
 import pipeline_models as zoo
+import torch
 from recorded import record_of
+from torch import nn
 
+import colossal_nb as cnb
 from colossal_nb.parallel import pipeline
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.world import World
@@ -98,3 +101,34 @@ def test_borders_around_units_have_the_same_numbers_on_every_stage(ranks: Any) -
     assert (0, 0) in last
     assert max(site for _, site in last) == 8  # after the fourth unit
     assert 1 not in {site for _, site in last}  # unit 0 runs on the first stage alone
+
+
+class Longer(nn.Module):
+    """Adds what the first layer made to what comes last, when it is told to."""
+
+    longer = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x.tanh())
+        return x + first if self.longer else x
+
+
+def nan_notes() -> list[str]:
+    model, world = cnb.parallelize(Longer(), strategy="pp=2"), World.current()
+    x = torch.ones(4, 4)
+    cnb.forward_backward(model, nn.functional.mse_loss, x, x)
+    world.notes.clear()
+    model.longer = True
+    assert cnb.forward_backward(model, nn.functional.mse_loss, x, x).isnan()
+    return list(world.notes)
+
+
+def test_nan_of_what_no_stage_sent_is_explained(ranks: Any) -> None:
+    for notes in ranks(2).run(nan_notes):
+        assert any("takes from another stage what the recorded forward did not take" in note for note in notes)

@@ -17,7 +17,7 @@ from colossal_nb.parallel.pipeline.first_step import FirstStep
 from colossal_nb.parallel.pipeline.proof import prove
 from colossal_nb.parallel.pipeline.pruned import prune
 from colossal_nb.parallel.pipeline.split import split
-from colossal_nb.parallel.pipeline.stage import modules_call_modules
+from colossal_nb.parallel.pipeline.stage import Stage, modules_call_modules
 from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.trace import trace
 
@@ -203,6 +203,40 @@ def test_a_forward_that_skips_units_is_refused_with_their_names() -> None:
         ValueError, match=r"in eval mode the whole model did not call blocks\.2, blocks\.3: .*another way"
     ):
         prove(model, planned, args, kwargs)
+
+
+class Ways(trunk.Trunk):
+    """Calls its blocks in the order of `way`."""
+
+    way = (0, 1, 2, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) * self.scale
+        for number in self.way:
+            x = self.blocks[number](x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("way", "stage", "did"),
+    [
+        ((1, 2, 3), 0, "came to blocks.2 too early"),
+        ((3, 2, 1, 0), 0, "came to blocks.3 too early"),
+        ((0, 0, 1, 2, 3), 1, "was asked for blocks.0 2 times"),
+        ((0, 1, 2, 3, 0), 1, "was asked for blocks.0 2 times"),
+        ((1, 0, 2, 3), 1, "came to blocks.0 too early"),
+        ((0, 1, 2), 1, "did not call blocks.3"),
+    ],
+)
+def test_a_forward_that_goes_another_way_later_is_refused(way: tuple[int, ...], stage: int, did: str) -> None:
+    model, (args, kwargs) = Ways().double(), zoo.tokens(2)
+    planned = split(model, trace(model, args, kwargs), 2)
+    assert planned.owned(0)[-1] == 2  # the embedding and two blocks
+    first = Stage(model, planned, 0).run(args, kwargs, {}, {})
+    received = {value: first.values[value] for value in planned.needs[1]}
+    model.way = way
+    with pytest.raises(RuntimeError, match=rf"^stage {stage} {did}: this forward took another way"):
+        Stage(model, planned, stage).run(args, kwargs, received if stage else {}, first.specs if stage else {})
 
 
 def test_fused_kernels_are_off_only_inside() -> None:

@@ -80,7 +80,7 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: step(m, lambda output, _: (output.sum(), None)), "the count is one number"),
     (lambda _: step(loss_fn), "the first argument is the model, as cnb.parallelize returned it, not function"),
     (lambda _: step(frozen(), lambda o, _: o.mean(), torch.ones(2, 3)), "all parameters are frozen"),
-    (lambda _: step(cnb.parallelize(Detached(), strategy="dp=1"), None, torch.ones(2, 3)), "the loss has no gradient"),
+    (lambda _: step(cnb.parallelize(Detached(), strategy="dp=1"), None, torch.ones(2, 3)), "a loss without a gradient"),
     (lambda _: cnb.verify(frozen(), loss_fn, torch.ones(2, 3), X), "all 4 parameters are frozen"),
     (lambda m: cnb.verify(m, loss_fn, X), "called with targets=None"),
     (lambda m: cnb.verify(m, 3, X, X), "loss_fn=3 is no function"),

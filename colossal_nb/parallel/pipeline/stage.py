@@ -158,12 +158,16 @@ class Stage:
         })  # fmt: skip
         if skipped:
             units = [str(self.split.units[unit]) for unit in skipped]
-            raise RuntimeError(
-                f"{'the whole model' if self.number is None else f'stage {self.number}'} did not call "
-                f"{', '.join(units[:4])}{f' and {len(units) - 4} more' if len(units) > 4 else ''}: this forward took "
-                f"another way than the recorded one, so no stage can run it. Cut around what has several ways "
-                f"(fewer stages, or cuts=[...] with modules outside it), or let it go one way"
-            )
+            more = f" and {len(units) - 4} more" if len(units) > 4 else ""
+            raise self.another_way(f"did not call {', '.join(units[:4])}{more}")
+
+    def another_way(self, did: str) -> RuntimeError:
+        """What is raised where a forward does not do what the recorded one did."""
+        return RuntimeError(
+            f"{'the whole model' if self.number is None else f'stage {self.number}'} {did}: this forward took "
+            f"another way than the recorded one, so no stage can run it. Cut around what has several ways "
+            f"(fewer stages, or cuts=[...] with modules outside it), or let it go one way"
+        )
 
 
 class _Run:
@@ -178,6 +182,7 @@ class _Run:
         self.left = stage.own
         self.times: Counter[str] = Counter()
         self.depth = 0
+        self.foreign = -1  # the last unit of another stage that came by
 
     def forward_of(self, numbers: dict[int, int], name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What a unit's module runs in the place of its forward."""
@@ -188,12 +193,18 @@ class _Run:
             unit = numbers.get(self.times[name])
             self.times[name] += 1
             if unit is None:
+                if not self._owns(numbers):
+                    raise self.stage.another_way(f"was asked for {name} {self.times[name]} times")
                 return forward(*args, **kwargs)
             if self.stage.number in (None, self.split.stage_of[unit]):
                 return self._own(unit, forward, args, kwargs)
             return self._foreign(unit)
 
         return called
+
+    def _owns(self, numbers: dict[int, int]) -> bool:
+        """Whether this stage runs a module, so that it has the weights."""
+        return self.stage.number in (None, *{self.split.stage_of[unit] for unit in numbers.values()})
 
     def _own(self, unit: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._pass_border(2 * unit + 1)
@@ -217,6 +228,12 @@ class _Run:
     def _foreign(self, unit: int) -> Any:
         if self.left == 0 and not self.stage.is_last:
             raise _Leave
+        # What comes in another order, or before this stage's part, may be wanted where the recorded forward did not
+        # want it: nobody would send it.
+        assert self.stage.number is not None
+        if unit < self.foreign or self.split.stage_of[unit] > self.stage.number:
+            raise self.stage.another_way(f"came to {self.split.units[unit]} too early")
+        self.foreign = unit
         self._pass_border(2 * unit + 2)
         leaf = -1
 
