@@ -36,7 +36,11 @@ def recover(model: nn.Module) -> None:
         return
     _copy(parallel, parallel.group("dp"), parallel.source)
     trouble.united(parallel)
-    tell(f"the weights of step {parallel.step} are whole on all ranks again; gradients were dropped")
+    tell(
+        f"the weights of step {parallel.step} are whole on all ranks again; gradients were dropped. Variables of the "
+        "cells (a step or epoch counter, a scheduler, lists of losses, the place in a loader) are not moved back: each "
+        "rank has its own, which may be ahead of or behind these weights"
+    )
 
 
 def _copy(parallel: Parallel, group: Group, root: int) -> None:

@@ -32,6 +32,29 @@ def explain(run: Run, newcomers: Mapping[int, Newcomer], engines: int) -> None:
         run.errors.update({rank: _saying(run.errors[rank], said) for rank in ranks})
 
 
+def unexplained(run: Run) -> dict[str, list[int]]:
+    """Names that are not defined on some ranks of a cell alone, nobody having said why -> these ranks."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for rank, error in sorted(run.errors.items()):
+        match = _NO_NAME.fullmatch(error.evalue)
+        if match is not None and error.ename == "NameError":
+            found[match[1]].append(rank)
+    return {name: ranks for name, ranks in found.items() if len(ranks) < len(run.ranks)}
+
+
+def where(run: Run, wanted: Mapping[str, list[int]], names: Mapping[int, Mapping[str, str]]) -> None:
+    """Add to these errors which ranks have the name. `names`: what each rank has."""
+    for name, lacking in wanted.items():
+        having = [rank for rank, found in sorted(names.items()) if name in found]
+        if not having or set(having) & set(lacking):
+            continue
+        said = (
+            f"{name} is on {named(having)} alone, as after a cell that ran there alone (a strategy of fewer ranks, the "
+            "last one of a comparison, --ranks); begin this cell with that strategy, or run that cell on all ranks"
+        )
+        run.errors.update({rank: _saying(run.errors[rank], said) for rank in lacking})
+
+
 def _saying(error: RankError, said: str) -> RankError:
     """The error with more to say, in its traceback too."""
     text = f"{error.evalue}: {said}"

@@ -5,6 +5,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from colossal_nb.cluster.client import ClusterLost, Death, RankFailed
 from colossal_nb.plan.strategy import Strategy
 from colossal_nb.run import MOST_TEXT, Message, Run
 from colossal_nb.session import pushing
-from colossal_nb.session.explaining import explain
+from colossal_nb.session.explaining import explain, unexplained, where
 from colossal_nb.session.looking import LOOK_S, Doing, look, named
 from colossal_nb.session.loop import CellLoop
 from colossal_nb.session.presses import Presses
@@ -210,6 +211,10 @@ class Session:
         stopped = any(error.ename in ("KeyboardInterrupt", "StillRunning") for error in run.errors.values())
         run.status = "interrupted" if run.interrupted and stopped else ("error" if run.errors else "ok")
         self._loop = None
+        wanted = unexplained(run)
+        if wanted:
+            with suppress(TimeoutError, RankFailed, ClusterLost):
+                where(run, wanted, self.names(_ASIDE_LIMIT_S))
 
     @property
     def busy(self) -> bool:

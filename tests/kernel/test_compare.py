@@ -44,6 +44,8 @@ def test_what_fails_is_a_row_and_the_others_run(notebook: Notebook) -> None:
     assert rows[2].endswith("OSError: four") and "Error" not in rows[3]
     assert notebook.value("[run.status for run in runs]") == "['error', 'error', 'ok']"
     assert sum("no result" in str(data.get("text/html", "")) for data in reply.displays) == 1
+    lacking = notebook.run("%%colossal\nmodel.training")
+    assert lacking.ename == "NameError" and "model is on ranks 0, 1 alone, as after a cell that ran" in lacking.evalue
 
 
 def test_stop_in_the_middle_keeps_what_was_finished(notebook: Notebook) -> None:

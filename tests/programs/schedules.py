@@ -34,6 +34,25 @@ def one_cycle(cnb: Any, lab: Lab) -> nn.Module:
     return _scheduled(cnb, lab, lambda o: lr_scheduler.OneCycleLR(o, max_lr=3 * LR, total_steps=4))
 
 
+def one_cycle_with_momentum(cnb: Any, lab: Lab) -> nn.Module:
+    """The schedule moves the betas of every group as well as its learning rate."""
+    model = lab.model()
+    bodies = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    heads = [p for name, p in model.named_parameters() if name.startswith("head")]
+    optimizer = torch.optim.AdamW([{"params": bodies}, {"params": heads, "lr": 2 * LR}], lr=LR, eps=1e-5)
+    scheduler = lr_scheduler.OneCycleLR(
+        optimizer, max_lr=[3 * LR, LR], total_steps=5, cycle_momentum=True, base_momentum=0.6, max_momentum=0.9
+    )
+    model, optimizer = cnb.parallelize(model, optimizer)
+    for inputs, targets in lab.batches(4):
+        optimizer.zero_grad()
+        lab.show("loss", cnb.forward_backward(model, lab.loss_fn, inputs, targets))
+        optimizer.step()
+        scheduler.step()
+        lab.show("settings", [(group["lr"], *group["betas"]) for group in optimizer.param_groups])
+    return model
+
+
 def cosine(cnb: Any, lab: Lab) -> nn.Module:
     return _scheduled(cnb, lab, lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=4))
 
@@ -183,7 +202,7 @@ def early_stopping(cnb: Any, lab: Lab) -> nn.Module:
 
 
 PROGRAMS: list[Program] = [
-    lambda_warm_up, one_cycle, cosine, plateau, sequential_schedules, clip_norm, clip_inf_norm, clip_value,
+    lambda_warm_up, one_cycle, one_cycle_with_momentum, cosine, plateau, sequential_schedules, clip_norm, clip_inf_norm, clip_value,
     total_norm, clip_in_two_parts, accumulate_block, accumulate_by_repeating, gradients_averaged_by_hand,
     zeroed_in_place, batches_of_all_sizes, early_stopping,
 ]  # fmt: skip
