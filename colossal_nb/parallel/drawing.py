@@ -1,14 +1,15 @@
 """Weights drawn after `parallelize` (`torch.nn.init`, `reset_parameters`, `model.apply(init)`): those of one device.
 
 What lies here only in part, or on another stage, is drawn whole, so that the random state goes on alike on all ranks
-and fans are those of the whole matrix; this rank's part is kept. Ours stands in front of torch's functions, and of the
-two methods of Parameter through which those draw that somebody imported by name before.
+and fans are those of the whole matrix; this rank's part is kept. Ours stands inside torch's functions, so that it is
+also what somebody imported by name before, and in front of the two methods of Parameter by which people draw.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -33,18 +34,30 @@ _MARK = "_colossal_draws_whole"
 def install() -> None:
     """From now on parameters of parallel models are drawn as on one device."""
     for name in _FUNCTIONS:
-        _replace(init, name, _whole)
+        _refill(name, _whole)
     for name in _METHODS:
-        _replace(nn.Parameter, name, _method)
-    _replace(init, _FANS, _of_the_whole)
+        own = getattr(nn.Parameter, name)
+        if not hasattr(own, _MARK):
+            ours = _method(own)
+            setattr(ours, _MARK, True)
+            setattr(nn.Parameter, name, ours)
+    _refill(_FANS, _of_the_whole)
 
 
-def _replace(holder: Any, name: str, wrapped: Callable[[Any], Any]) -> None:
-    own = getattr(holder, name)
-    if not hasattr(own, _MARK):
-        ours = wrapped(own)
-        setattr(ours, _MARK, True)
-        setattr(holder, name, ours)
+def _refill(name: str, wrapped: Callable[[Any], Any]) -> None:
+    """Let a function of torch.nn.init run ours, and ours what it ran; it stays the object that others have."""
+    function: FunctionType = getattr(init, name)
+    if hasattr(function, _MARK):
+        return
+    own = FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    setattr(init, f"_colossal{name}", wrapped(own))
+    scope: dict[str, Any] = {}
+    exec(f"def {name}(*args, **kwargs): return _colossal{name}(*args, **kwargs)", scope)
+    function.__code__ = scope[name].__code__
+    function.__defaults__ = function.__kwdefaults__ = None
+    setattr(function, "__wrapped__", own)  # noqa: B010  its signature
+    setattr(function, _MARK, True)
 
 
 def _whole(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.init import xavier_normal_
+from torch.nn.init import eye_, orthogonal_, sparse_, xavier_normal_
 from torch.utils.data import DataLoader, TensorDataset
 
 from programs import VOCABULARY, Lab, Program, adamw, linears, text_loss, train
@@ -223,6 +223,18 @@ def weights_drawn_again(cnb: Any, lab: Lab) -> nn.Module:
     return model
 
 
+def weights_drawn_by_name(cnb: Any, lab: Lab) -> nn.Module:
+    """By functions that were imported by name, of those that draw another tensor first, or none."""
+    model = cnb.parallelize(lab.model())
+    torch.manual_seed(24)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    orthogonal_(matrices[0], gain=0.5)
+    sparse_(matrices[-1], sparsity=0.3, std=0.1)
+    eye_(matrices[1])
+    train(cnb, lab, model, adamw(model))
+    return model
+
+
 def parameters_reset(cnb: Any, lab: Lab) -> nn.Module:
     """The modules draw their own weights again."""
     model = cnb.parallelize(lab.model())
@@ -275,6 +287,7 @@ def trained_loss(cnb: Any, lab: Lab) -> nn.Module:
 PROGRAMS: list[Program] = [
     focal_loss, label_smoothing, classes_first, sum_and_count, loss_inside, outputs_returned, loop_by_hand,
     data_loader, seeds, autocast_is_closed, loaded_on_the_way,
-    weights_changed_by_hand, weights_drawn_again, parameters_reset, embedding_reset, trained_loss,
+    weights_changed_by_hand, weights_drawn_again, weights_drawn_by_name, parameters_reset, embedding_reset,
+    trained_loss,
 ]  # fmt: skip
 ONLY: dict[Program, str] = {embedding_reset: "gpt llama bert"}

@@ -202,7 +202,8 @@ def early_stopping(cnb: Any, lab: Lab) -> nn.Module:
 
 
 PROGRAMS: list[Program] = [
-    lambda_warm_up, one_cycle, one_cycle_with_momentum, cosine, plateau, sequential_schedules, clip_norm, clip_inf_norm, clip_value,
+    lambda_warm_up, one_cycle, one_cycle_with_momentum, cosine, plateau, sequential_schedules, clip_norm, clip_inf_norm,
+    clip_value,
     total_norm, clip_in_two_parts, accumulate_block, accumulate_by_repeating, gradients_averaged_by_hand,
     zeroed_in_place, batches_of_all_sizes, early_stopping,
 ]  # fmt: skip
