@@ -35,7 +35,7 @@ class Parallel:
     """`strategy` has its numbers filled in; `parameters` holds every parameter of the model once, in its order, also
     those that lie on other pipeline stages. `pending`: the split waits for the first real batch. `torn`: why the
     weights are not those of one step (see `trouble`), `source`: the replica that is whole. `saved`: the checkpoint that
-    was written or read last. `moving`: buffers that a forward writes to, in training and in evaluation."""
+    was written or read last. `moving`: buffers that a forward writes to, by the owners that are in training."""
 
     model: nn.Module
     strategy: Strategy
@@ -64,7 +64,7 @@ class Parallel:
     torn: str = ""
     source: int | None = None
     saved: str = ""
-    moving: dict[bool, set[str]] = field(default_factory=dict)
+    moving: dict[frozenset[str], set[str]] = field(default_factory=dict)
     lives: dict[int, int] = field(default_factory=lambda: dict(World.current().lives))
     _held: dict[str, nn.Parameter] = field(default_factory=dict)
 

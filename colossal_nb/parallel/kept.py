@@ -6,16 +6,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from colossal_nb.parallel.handle import Parallel
 
+Owners = dict[str, nn.Module]
+
+
+def owners(model: nn.Module) -> Owners:
+    """The modules that have buffers of their own, by name."""
+    return {name: module for name, module in model.named_modules() if module._buffers}
+
 
 @contextmanager
-def buffers(parallel: Parallel) -> Iterator[None]:
-    """The first time, in training and in evaluation, all buffers are copied; then those that moved in it."""
-    mode = parallel.model.training
+def buffers(parallel: Parallel, owners: Owners) -> Iterator[None]:
+    """The first time, and where modules were frozen or thawed since, all buffers are copied; then those that moved."""
+    mode = frozenset(name for name, module in owners.items() if module.training)
     moving = parallel.moving.get(mode)
-    every = {name: buffer for name, buffer in parallel.model.named_buffers() if not buffer.is_meta}
+    every = {
+        f"{owner}.{key}".lstrip("."): buffer
+        for owner, module in owners.items()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    }
     watched = every if moving is None else {name: every[name] for name in moving if name in every}
     before = {name: (buffer, buffer.detach().clone()) for name, buffer in watched.items()}
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel import compiled, objects, trouble
+from colossal_nb.parallel import compiled, kept, objects, trouble
 from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
@@ -18,6 +18,7 @@ from colossal_nb.parallel.handle import NAME, Parallel, require_cell
 from colossal_nb.parallel.parameter_hooks import register_first
 from colossal_nb.parallel.recompute import recomputing
 from colossal_nb.parallel.scaled import scaled
+from colossal_nb.parallel.statistics import Statistics
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.unread import whole
@@ -126,8 +127,12 @@ def _replicated(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any
     start, stop = parts[parallel.place["dp"]]
     first, last = (start, stop) if stop > start else (0, 1)
     args, kwargs = cut(args, samples, first, last), cut(kwargs, samples, first, last)
-    with CountingMeans() as means, _keyed(parallel, first, last):
+    statistics = Statistics(parallel, kept.owners(parallel.model))
+    with CountingMeans() as means, _keyed(parallel, first, last), statistics.watched():
+        if stop > start:
+            statistics.begin(parallel.place["dp"])
         output = _forward(parallel, args, kwargs)
+    statistics.settle(min(samples, parallel.replicas))
     if parallel.is_last:
         sizes = [end - begin for begin, end in parts]
         seen = means.taken().means

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from colossal_nb.parallel.handle import Parallel, require
 from colossal_nb.parallel.losses import Part, check, own_loss, part, refuse_trained, value_of
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.recompute import recomputing
+from colossal_nb.parallel.statistics import Statistics, note_others
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.trace import untouched
@@ -41,7 +42,8 @@ class Done:
     """What one rank made of its pieces: parts of the loss (on the last stage) and, where asked for, outputs.
 
     `samples` of the batch are in `total` parts. `keep`: "" (nothing), "all", or "some": as many samples as the
-    comparison of the parts' losses may see. Gradients are those of the sums divided by `unit`.
+    comparison of the parts' losses may see. Gradients are those of the sums divided by `unit`. `statistics`: None where
+    what the forwards move is put back.
     """
 
     pieces: list[Piece]
@@ -49,6 +51,7 @@ class Done:
     samples: int
     total: int
     unit: float = 1.0
+    statistics: Statistics | None = None
     parts: list[Part] = field(default_factory=list)
     kept: outputs.Kept = field(default_factory=list)
 
@@ -59,6 +62,16 @@ class Done:
             if self.keep == "some":
                 output, count = outputs.first_samples(output, count, self.total)
             self.kept.append((piece.start, piece.start + count, rebuild(gather(output), Tensor.detach)))
+
+    def watched(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.statistics is None else self.statistics.watched()
+
+    def begin(self, parallel: Parallel, number: int) -> None:
+        """The forward of this rank's piece `number` begins."""
+        if self.statistics is not None:
+            self.statistics.begin(parallel.place["dp"] + number * parallel.replicas)
+        if parallel.dropout is not None and parallel.model.training:
+            parallel.dropout.begin(parallel.calls, self.pieces[number].start, self.pieces[number].stop)
 
 
 @called_as("loss = cnb.forward_backward(model, loss_fn, inputs, targets)")
@@ -99,10 +112,13 @@ def forward_backward(
     mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
     total, held = parallel.replicas * len(mine), list(parallel.held().values())
     fresh = not parallel.accumulating and all(p.grad is None for p in held)
-    with kept.buffers(parallel), gradients.kept_apart(held):
+    owners = kept.owners(model)
+    statistics = Statistics(parallel, owners)
+    with kept.buffers(parallel, owners), gradients.kept_apart(held):
         unit = _unit(parallel, targets if loss_fn is not None else _labels(inputs))
         keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples) else ""
-        done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, unit), data)
+        done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, unit, statistics), data)
+        statistics.settle(min(samples, parallel.replicas * parallel.microbatches))
         if not keep and _compares(parallel, loss_fn, samples, totals):
             # Its parts count in another way than before, and their outputs are gone: once more, to compare.
             for p in parallel.held().values():
@@ -118,6 +134,7 @@ def forward_backward(
         loss_scale.seen(parallel, fresh)
     if math.isnan(totals.loss) and parallel.pipeline is not None:
         World.current().note(_NAN)
+    note_others(parallel, statistics)
     events.stepped(parallel, totals.loss)
     loss = totals.tensor(parallel.device)
     return (loss, _whole_output(parallel, loss_fn, done, loss)) if return_output else loss
@@ -203,7 +220,8 @@ def _run(parallel: Parallel, loss_fn: LossFn | None, done: Done) -> None:
     keyed = parallel.dropout if parallel.dropout is not None and parallel.model.training else None
     masks = keyed.running() if keyed else nullcontext()
     working = parallel.precision.working(parallel)
-    with parallel.running(), torch.enable_grad(), working, memory.activations(), masks, recomputing(parallel):
+    watched = done.watched()
+    with parallel.running(), torch.enable_grad(), working, watched, memory.activations(), masks, recomputing(parallel):
         if parallel.pipeline is None:
             for number, piece in enumerate(mine):
                 _piece(parallel, loss_fn, piece, number, done)
@@ -215,8 +233,7 @@ def _run(parallel: Parallel, loss_fn: LossFn | None, done: Done) -> None:
 def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int, done: Done) -> None:
     recorder = World.current().recorder
     token = recorder.begin("F", stage=0, microbatch=number)
-    if parallel.dropout is not None and parallel.model.training:
-        parallel.dropout.begin(parallel.calls, piece.start, piece.stop)
+    done.begin(parallel, number)
     try:
         args, kwargs = parallel.precision.lower(arguments(piece.inputs))
         with _own_loss(parallel, loss_fn) as means, parallel.precision.installed():
@@ -299,12 +316,11 @@ def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], don
             return result.value * (result.weight / done.unit), None
 
         def begin(number: int, site: int) -> None:
-            if site == 0 and parallel.dropout is not None:
-                parallel.dropout.begin(parallel.calls, mine[number].start, mine[number].stop)
+            if site == 0:
+                done.begin(parallel, number)
 
-        keyed = parallel.dropout is not None and parallel.model.training
         given = [own.lower(arguments(piece.inputs)) for piece in mine]
-        parallel.pipeline.run_step(given, loss_of, begin if keyed else None)
+        parallel.pipeline.run_step(given, loss_of, begin)
 
 
 @called_as("with cnb.accumulate(model): around several forward_backward")

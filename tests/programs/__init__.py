@@ -54,6 +54,10 @@ class Plain:
     def full_grad(self, p: Tensor) -> Tensor | None:
         return None if p.grad is None else p.grad.clone()
 
+    def output(self, model: nn.Module, inputs: Tensor) -> Any:
+        """While training."""
+        return model(inputs)
+
     def generate(self, model: nn.Module, tokens: Tensor, new_tokens: int) -> Tensor:
         """Greedy, as everybody writes it."""
         was_training = model.training
@@ -63,6 +67,29 @@ class Plain:
                 tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
         model.train(was_training)
         return tokens
+
+
+class InParts(Plain):
+    """On one rank, the parts of a batch one after another: what a model that computes over the batch is compared with.
+
+    `parts` of a batch in forward_backward, `replicas` in `model(x)`.
+    """
+
+    def __init__(self, parts: int, replicas: int) -> None:
+        self.parts, self.replicas = parts, replicas
+
+    def forward_backward(
+        self, model: nn.Module, loss_fn: Any, inputs: Any, targets: Any = None, return_output: bool = False
+    ) -> Any:
+        losses = []
+        for x, y in zip(inputs.tensor_split(self.parts), targets.tensor_split(self.parts), strict=True):
+            if len(x):
+                losses.append(loss_fn(model(x), y) * len(x) / len(inputs))
+                losses[-1].backward()
+        return torch.stack(losses).sum().detach()
+
+    def output(self, model: nn.Module, inputs: Tensor) -> Any:
+        return torch.cat([model(x) for x in inputs.tensor_split(self.replicas) if len(x)])
 
 
 class Under(Plain):
@@ -152,9 +179,9 @@ class Outcome:
     refused: str = ""
 
 
-def run(program: Program, kind: str, strategy: str | None, dtype: torch.dtype = torch.float64) -> Outcome:
-    """One program under a strategy, or (None) without a word of ours."""
-    cnb, lab = Plain() if strategy is None else Under(strategy), Lab(kind, dtype)
+def run(program: Program, kind: str, strategy: str | Plain, dtype: torch.dtype = torch.float64) -> Outcome:
+    """One program under a strategy, or without a word of ours."""
+    cnb, lab = Under(strategy) if isinstance(strategy, str) else strategy, Lab(kind, dtype)
     model = program(cnb, lab)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     gradients = {name: cnb.full_grad(p) for name, p in model.named_parameters()}

@@ -176,7 +176,9 @@ def train_normed(path: Path, strategy: str | None, load: bool) -> tuple[dict[str
     return whole(model), losses[-2:]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(None, "pp=2 microbatches=1"), ("pp=2 microbatches=1", None)])
+@pytest.mark.parametrize(("saved", "loaded"), [
+    (None, "pp=2 microbatches=1"), ("pp=2 microbatches=1", None), ("dp=2", "pp=2 microbatches=2"),
+])  # fmt: skip
 def test_buffers_of_all_stages(ranks: Any, tmp_path: Path, saved: str | None, loaded: str | None) -> None:
     def run(strategy: str | None, load: bool) -> Any:
         if strategy is None:

@@ -7,7 +7,17 @@ from typing import Any
 import programs
 import pytest
 import torch
-from programs import autocast, evaluation, freezing, hooks, losses, optimizers, schedules, transformers_models
+from programs import (
+    autocast,
+    batch_norms,
+    evaluation,
+    freezing,
+    hooks,
+    losses,
+    optimizers,
+    schedules,
+    transformers_models,
+)  # fmt: skip
 
 pytestmark = pytest.mark.ranks
 
@@ -83,7 +93,7 @@ def visited(
 
 @cache
 def sequential(program: Any, kind: str, dtype: torch.dtype = torch.float64) -> Any:
-    return programs.run(program, kind, None, dtype)
+    return programs.run(program, kind, programs.Plain(), dtype)
 
 
 def parameters(count: int, strategy: str, cell: Cell) -> Any:
@@ -133,3 +143,26 @@ def test_under_autocast(ranks: Any, count: int, strategy: str, kind: str) -> Non
         for found in outcomes:
             assert not found.refused, found.refused
             assert autocast.outside(found, expected) == [], program.__name__
+
+
+WITH_STATISTICS = [  # parts of a batch on one rank, and of `model(x)`
+    (2, "dp=2", 2, 2), (2, "dp=2 microbatches=2 recompute=full", 4, 2), (2, "tp=2", 1, 1), (4, "dp=2 tp=2", 2, 2),
+    (4, "dp=2 pp=2", 4, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "strategy", "parts", "replicas"), WITH_STATISTICS)
+def test_running_statistics_are_those_of_one_rank(
+    ranks: Any, count: int, strategy: str, parts: int, replicas: int
+) -> None:
+    """That runs the same parts one after another; equal bits on all ranks, also what is evaluated with them."""
+    under_pp = (batch_norms.skipping, batch_norms.plain_loop)
+    chosen = [each for each in batch_norms.PROGRAMS if "pp" not in strategy or each not in under_pp]
+    cells = tuple(("batch_norms", program, "vit") for program in chosen)
+    for (_, program, kind), outcomes in zip(cells, visited(ranks, cells, count, strategy), strict=True):
+        expected = programs.run(program, kind, programs.InParts(parts, replicas))
+        for found in outcomes:
+            assert not found.refused, found.refused
+            assert programs.differences(found, expected, torch.float64) == [], program.__name__
+        for other in outcomes[1:]:
+            assert [repr(shown) for shown in other.shown] == [repr(shown) for shown in outcomes[0].shown]

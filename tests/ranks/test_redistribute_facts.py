@@ -223,8 +223,16 @@ def normed(strategies: list[str]) -> tuple[dict[str, Tensor], list[float]]:
 
 
 def test_buffers_of_all_stages_go_along(ranks: Any) -> None:
-    expected, losses = ranks(1).run(normed, ["dp=1"] * 3)[0]
-    for found, own in ranks(2).run(normed, ["pp=2 microbatches=1", "tp=2", "pp=2 microbatches=1"]):
+    for one, others in (
+        ("dp=1", ["pp=2 microbatches=1", "tp=2", "pp=2 microbatches=1"]),
+        ("microbatches=2", ["dp=2", "pp=2 microbatches=2", "dp=2"]),
+    ):
+        _goes_along(ranks, [one] * 3, others)
+
+
+def _goes_along(ranks: Any, one: list[str], others: list[str]) -> None:
+    expected, losses = ranks(1).run(normed, one)[0]
+    for found, own in ranks(2).run(normed, others):
         close(torch.tensor(own), torch.tensor(losses))
         for name, value in expected.items():
             close(found[name], value)

@@ -206,3 +206,35 @@ def _explained() -> str:
 def test_targets_of_another_length_are_explained(ranks: Any) -> None:
     for text in ranks(2).run(_explained):
         assert "targets of shape [3, 6]" in text
+
+
+class Following(nn.Module):
+    """Running averages of its own, one under the name of a norm's; of a constant; a number of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 3), nn.BatchNorm1d(4)
+        for name in ("average", "still", "table", "running_mean", "running_var"):
+            self.register_buffer(name, torch.zeros(4))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        self.running_mean.lerp_(x.detach().mean(0), 0.5)
+        self.still.add_(1)
+        self.calls += 1
+        return self.linear(self.norm(x))
+
+
+def _following() -> list[str]:
+    model = cnb.parallelize(Following(), strategy="dp=2")
+    for _ in range(2):
+        cnb.forward_backward(model, functional.cross_entropy, torch.arange(16.0).view(4, 4), torch.arange(4) % 3)
+    assert torch.equal(model.running_mean, torch.arange(8.0).view(2, 4).mean(0) * 0.75) == (World.current().rank == 0)
+    return [note for note in World.current().notes if "buffer" in note]
+
+
+def test_buffers_that_replicas_move_apart_are_named_once(ranks: Any) -> None:
+    for notes in ranks(2).run(_following):
+        assert len(notes) == 1
+        assert "writes into the buffers average, running_mean: each replica's part" in notes[0]

@@ -1,6 +1,7 @@
 """A parallel model is what the sequential program is, and `verify` says so without leaving a trace."""
 
 import copy
+import functools
 import random
 from typing import Any
 
@@ -15,6 +16,7 @@ import colossal_nb as cnb
 from colossal_nb.models import GPT
 from colossal_nb.parallel import gradients
 from colossal_nb.parallel.handle import find
+from colossal_nb.parallel.statistics import Statistics
 from colossal_nb.parallel.world import World
 
 pytestmark = pytest.mark.ranks
@@ -98,18 +100,23 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def _batch_statistics(strategy: str) -> tuple[bool, str]:
+def _batch_statistics(strategy: str) -> tuple[bool, str, str]:
     model = normed()
     model, _ = cnb.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     inputs = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
-    found = cnb.verify(model, nn.functional.cross_entropy, inputs, torch.arange(12) % 3)
-    return bool(found), str(found)
+    verify = functools.partial(cnb.verify, model, nn.functional.cross_entropy, inputs, torch.arange(12) % 3)
+    found = verify()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Statistics, "settle", lambda self, parts: None)
+        wrong = verify()
+    return bool(found), str(found), wrong.cause
 
 
 def test_statistics_of_a_batch_are_compared_with_the_same_microbatches(ranks: Any) -> None:
-    for right, text in ranks(2).run(_batch_statistics, "dp=2 microbatches=2"):
+    for right, text, cause in ranks(2).run(_batch_statistics, "dp=2 microbatches=2"):
         assert right, text
         assert "reference: one rank with the same 4 microbatches" in text
+        assert "the statistic of 1.running_" in cause
 
 
 def _left_as_it_was(strategy: str) -> None:

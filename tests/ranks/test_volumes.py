@@ -7,6 +7,7 @@ import pytest
 import torch
 from recorded import record_of
 from small_gpt import loss_fn
+from torch import nn
 
 import colossal_nb as cnb
 from colossal_nb.models import GPT
@@ -31,16 +32,20 @@ LOSS = (10 + 4) * 8
 
 def moved(strategy: str) -> Counter[tuple[str, str, str, int]]:
     """(kind, group, what for, payload bytes) of all calls of one step, after those in which batches are compared."""
-    recorder = World.current().recorder
     torch.manual_seed(0)
-    model: Any = GPT(vocab_size=128, layers=4, hidden=16, heads=4, max_length=16)
-    optimizer: Any = torch.optim.AdamW(model.parameters())
-    model, optimizer = cnb.parallelize(model, optimizer, strategy)
+    model = GPT(vocab_size=128, layers=4, hidden=16, heads=4, max_length=16)
     text = torch.randint(128, (8, 9))
+    return moved_by(model, loss_fn, (text[:, :-1], text[:, 1:]), strategy)
+
+
+def moved_by(model: Any, loss_fn: Any, batch: Any, strategy: str) -> Counter[tuple[str, str, str, int]]:
+    recorder = World.current().recorder
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model, optimizer = cnb.parallelize(model, optimizer, strategy)
     for _ in range(4):
         recorder.drain()
         optimizer.zero_grad()
-        cnb.forward_backward(model, loss_fn, text[:, :-1], text[:, 1:])
+        cnb.forward_backward(model, loss_fn, *batch)
         optimizer.step()
     rows = record_of(recorder.drain()).slices
     return Counter(
@@ -94,3 +99,25 @@ def test_pp(ranks: Any) -> None:
         assert sum(count for key, count in each.items() if key[0] == "send") == 4 * neighbours
         assert sum(count for key, count in each.items() if key[0] == "recv") == 4 * neighbours
         assert sum(count for key, count in each.items() if "gradient" in key[2] and key[0] == "send") == 4 * (stage > 0)
+
+
+def normed(strategy: str, frozen: bool) -> Counter[tuple[str, str, str, int]]:
+    """A batch norm that trains, or does not; one that never does; one without statistics."""
+    torch.manual_seed(0)
+    norms = nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval(), nn.BatchNorm1d(8, track_running_stats=False)
+    model = nn.Sequential(nn.Linear(4, 8), *norms, nn.Linear(8, 3))
+    norms[0].train(not frozen)
+    return moved_by(model, nn.functional.cross_entropy, (torch.randn(8, 4), torch.arange(8) % 3), strategy)
+
+
+def test_running_statistics(ranks: Any) -> None:
+    # Two linear layers (40 and 27 numbers) and three norms' weights and biases (16 each) in 10 tensors. Of the norm
+    # that trains: 8 means and 8 variances, how many batches it has seen more, and how often each of the 4 parts called
+    # it; 4 bytes each.
+    expected = {
+        ("all_reduce", "dp", "gradients", (40 + 27 + 3 * 16) * 4): 1,
+        ("all_reduce", "dp", "loss", LOSS + (10 - 2) * 8): 1,  # of two ranks, not four
+    }
+    statistics = {("all_reduce", "dp", "statistics", (8 + 8 + 1 + 4) * 4): 1}
+    assert ranks(2).run(normed, "dp=2 microbatches=2", False) == [expected | statistics] * 2
+    assert ranks(2).run(normed, "dp=2 microbatches=2", True) == [expected] * 2

@@ -25,7 +25,7 @@ from colossal_nb.parallel.verify import compare, room
 from colossal_nb.parallel.verify.bands import band_of
 from colossal_nb.parallel.verify.locate import locate
 from colossal_nb.parallel.verify.result import Row, Verification
-from colossal_nb.parallel.verify.sequential import Sequential, Trained, keeps_statistics
+from colossal_nb.parallel.verify.sequential import Sequential, Trained, keeps_statistics, running
 from colossal_nb.parallel.verify.start import start
 from colossal_nb.parallel.verify.twins import WAITS, Twin, parallel_twin, sequential_twin
 from colossal_nb.parallel.world import World
@@ -45,9 +45,9 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
     `model` after `parallelize`; `loss_fn`, `inputs`, `targets` as for `forward_backward`. Both programs are copies that
     begin where the model stands, with its optimizers (their states too; plain SGD where it has none), gradients fresh
     in each step; learning rates stay. Model, optimizers, gradients, random states and the record are afterwards what
-    they were. Compared are the losses of all steps, every gradient of the first, every weight after the last, within
-    the band of the precision: fp32 1e-5, fp64 1e-10, half precision 2e-2 (gradients: cosine 0.999); the sequential
-    program computes in the same precision. Collective.
+    they were. Compared are the losses of all steps, every gradient and running statistic of the first, every weight
+    after the last, within the band of the precision: fp32 1e-5, fp64 1e-10, half precision 2e-2 (gradients: cosine
+    0.999); the sequential program computes in the same precision. Collective.
 
     Returns a `Verification`: true where they are equal; otherwise `.cause` says where the difference begins.
     """
@@ -101,12 +101,14 @@ def _compared(parallel: Parallel, program: Sequential, steps: int) -> tuple[list
     rng.restore(random)
     found = _train(twin, program, steps, objects.broadcast(expected.rate, parallel.group(), WAITS, "verify"))
     sides = compare.Sides(twin.parallel, band_of(parallel), expected, found)
-    rows += [compare.losses(sides), *compare.gradients(sides), *compare.weights(sides)]
+    rows += [compare.losses(sides), *compare.gradients(sides), *compare.statistics(sides), *compare.weights(sides)]
     return rows, said, twin.parallel.compared
 
 
 def _computes_wrong(rows: list[Row]) -> bool:
-    return not any(row.what == "start" for row in rows) and any(not row.ok for row in rows if row.what != "weight")
+    return not any(row.what == "start" for row in rows) and any(
+        not row.ok for row in rows if row.what not in ("weight", "statistic")
+    )
 
 
 def _where(parallel: Parallel, program: Sequential, compared: set[Any]) -> str:
@@ -124,7 +126,7 @@ def _where(parallel: Parallel, program: Sequential, compared: set[Any]) -> str:
 
 def _cause(rows: list[Row], where: str) -> str:
     """What the difference looks like at its first place: in the start, in a forward, in the order of a backward."""
-    for what in ("start", "gradient", "weight", "loss"):
+    for what in ("start", "gradient", "statistic", "weight", "loss"):
         wrong = [row for row in rows if row.what == what and not row.ok]
         if wrong:
             row = wrong[-1]
@@ -144,6 +146,7 @@ def _train(twin: Twin, program: Sequential, steps: int, rate: float) -> Trained:
         done.losses.append(loss.item())
         if step == 0:
             done.gradients = {n: None if p.grad is None else p.grad.clone() for n, p in twin.parameters.items()}
+            done.statistics = running(twin.model)
         for optimizer in optimizers:
             optimizer.step()
     done.weights = {name: p.detach() for name, p in twin.parameters.items()}

@@ -75,6 +75,25 @@ def gradients(sides: Sides) -> list[Row]:
     return _rows(sides, "gradient", sides.band.gradient)
 
 
+def statistics(sides: Sides) -> list[Row]:
+    """Running statistics after the first step, means on the scale of the deviations: a row for each. Collective."""
+    expected = sides.told(sides.expected.statistics)
+    assert isinstance(expected, dict)
+    group, allowed, mine = sides.parallel.group(), sides.band.loss, dict[str, float]()
+    for name, value in sides.found.statistics.items():
+        if holds(sides.parallel.model.get_buffer(name), sides.parallel.rank):
+            spread = expected[name.replace("running_mean", "running_var")].abs().max().sqrt().item()
+            size = max(expected[name].abs().max().item(), spread)
+            mine[name] = (value.cpu().double() - expected[name].double()).abs().max().item() / size
+    told: list[dict[str, float]] = objects.all_gather(mine, group, "verify")
+    rows = []
+    for name in expected:
+        found = {rank: each[name] for rank, each in zip(group.ranks, told, strict=True) if name in each}
+        wrong = tuple(rank for rank, difference in found.items() if not difference <= allowed)
+        rows.append(Row("statistic", name, _largest(list(found.values())), allowed, wrong))
+    return rows
+
+
 def weights(sides: Sides) -> list[Row]:
     """After the last step: a row for each parameter, in the model's order. Collective."""
     return _rows(sides, "weight", sides.band.weight)

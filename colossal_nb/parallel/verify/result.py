@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 SHOWN = 8
+KINDS = ("loss", "gradient", "statistic", "weight")
 COLUMNS = ("what", "name", "difference", "allowed", "ranks", "evidence")
 
 
@@ -63,7 +64,7 @@ class Verification:
         return tuple(row for row in self.rows if not row.ok)
 
     def worst(self, what: str) -> Row | None:
-        """The largest difference of a loss, a gradient or a weight."""
+        """The largest difference of a loss, a gradient, a running statistic or a weight."""
         return next((row for row in self.rows if row.what == what), None)
 
     @property
@@ -74,7 +75,7 @@ class Verification:
         steps = f"{self.steps} step{'s' * (self.steps != 1)}"
         if not self.ok:
             return f"{self.strategy} is NOT the sequential program (compared over {steps}): {self.cause}"
-        found = [row for row in map(self.worst, ("loss", "gradient", "weight")) if row is not None]
+        found = [row for row in map(self.worst, KINDS) if row is not None]
         worst = ", ".join(f"{row.what} {row.difference:.1e}" for row in found)
         return f"verified: {self.strategy} equals the sequential program over {steps} (largest differences: {worst})"
 
@@ -101,7 +102,7 @@ class Verification:
         """What is wrong, or the worst of each kind."""
         if self.wrong:
             return self.wrong[:SHOWN]
-        return [row for row in map(self.worst, ("loss", "gradient", "weight")) if row is not None]
+        return [row for row in map(self.worst, KINDS) if row is not None]
 
     def _more(self) -> list[str]:
         hidden = len(self.wrong) - SHOWN

@@ -25,12 +25,14 @@ AT_ONCE = "the whole batch at once, on one rank"
 
 @dataclass
 class Trained:
-    """What a program made in some steps. `gradients`: of the first step; `before`: its weights;
+    """What a program made in some steps. `gradients`, `statistics` (running ones): of the first step, after which
+    weights may go apart by rounding; `before`: its weights;
     `rate`: of the plain SGD that is taken where there is no optimizer."""
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[str, Tensor] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     rate: float = 0.0
 
@@ -112,6 +114,7 @@ class Sequential:
             done.losses.append(self.forward_backward(twin, step))
             if step == 0:
                 done.gradients = {n: None if p.grad is None else p.grad.clone() for n, p in twin.parameters.items()}
+                done.statistics = running(twin.model)
                 if not twin.optimizers:
                     done.rate = _rate(twin)
                     twin.optimizers.append(torch.optim.SGD(twin.parameters.values(), lr=done.rate))
@@ -129,5 +132,15 @@ def _rate(twin: Twin) -> float:
 
 
 def keeps_statistics(model: nn.Module) -> bool:
-    """Whether a forward depends on which samples are together: batch norm while training."""
-    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+    """Whether a forward depends on which samples are together: batch norm and running statistics while training."""
+    return any(isinstance(each, _BatchNorm) and each.training for each in model.modules()) or bool(running(model))
+
+
+def running(model: nn.Module) -> dict[str, Tensor]:
+    """The running statistics that move in a forward, as they are."""
+    return {
+        f"{name}.{key}": module._buffers[key].detach().clone()
+        for name, module in model.named_modules()
+        for key in ("running_mean", "running_var")
+        if module.training and module._buffers.get(key) is not None
+    }
