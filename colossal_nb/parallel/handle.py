@@ -35,7 +35,8 @@ class Parallel:
     """`strategy` has its numbers filled in; `parameters` holds every parameter of the model once, in its order, also
     those that lie on other pipeline stages. `pending`: the split waits for the first real batch. `torn`: why the
     weights are not those of one step (see `trouble`), `source`: the replica that is whole. `saved`: the checkpoint that
-    was written or read last. `moving`: buffers that a forward writes to, by the owners that are in training."""
+    was written or read last. `moving`: buffers that a forward writes to, by the owners that are in training, `before`:
+    those of the last forward_backward with what they were before it."""
 
     model: nn.Module
     strategy: Strategy
@@ -65,6 +66,7 @@ class Parallel:
     source: int | None = None
     saved: str = ""
     moving: dict[frozenset[str], set[str]] = field(default_factory=dict)
+    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     lives: dict[int, int] = field(default_factory=lambda: dict(World.current().lives))
     _held: dict[str, nn.Parameter] = field(default_factory=dict)
 
@@ -121,6 +123,7 @@ class Parallel:
             hooked=set(),
             steps=Steps(World.current().era, self.calls, self.calls),
             moving={},
+            before=[],
             _held={},
         )
         memo[id(self)] = twin

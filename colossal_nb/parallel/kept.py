@@ -34,10 +34,18 @@ def buffers(parallel: Parallel, owners: Owners) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with torch.no_grad():
-            for buffer, value in before.values():
-                buffer.copy_(value)
+        parallel.before = list(before.values())
+        put_back(parallel)
         raise
     if moving is None:  # torch's count of writes does not see those of batch_norm
-        moved = {name for name, (buffer, value) in before.items() if not torch.equal(buffer, value)}
-        parallel.moving[mode] = moved
+        moving = {name for name, (buffer, value) in before.items() if not torch.equal(buffer, value)}
+        parallel.moving[mode] = moving
+    parallel.before = [before[name] for name in moving if name in before]
+
+
+def put_back(parallel: Parallel) -> None:
+    """What the last forward_backward has moved."""
+    with torch.no_grad():
+        for buffer, value in parallel.before:
+            buffer.copy_(value)
+    parallel.before = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from colossal_nb.parallel import objects
+from colossal_nb.parallel import kept, objects
 from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.handle import Parallel, holds, tell
 from colossal_nb.parallel.layouts import layout_of
@@ -136,7 +136,8 @@ def _whole_replica(told: list[Told], mesh: Mesh) -> int | None:
 def _join(parallel: Parallel, told: list[Told]) -> None:
     """The weights are of one step: bring the rest into one state too, and say so where something was under way."""
     cut_short = any(each.entered > each.calls for each in told)
-    apart = len({each.calls for each in told}) > 1
+    calls = min(each.calls for each in told)
+    apart = any(each.calls > calls for each in told)
     was_used = any(each.entered > parallel.steps.since for each in told)
     left = ""
     if apart:
@@ -144,9 +145,11 @@ def _join(parallel: Parallel, told: list[Told]) -> None:
             p.grad = None
         left = "; gradients that some ranks had and others not were dropped"
         parallel.calls_in_step = 0
+        if parallel.calls > calls:
+            kept.put_back(parallel)
     elif any(each.in_step for each in told):
         left = "; the gradients of what was done of the next are in .grad: optimizer.zero_grad() to begin it anew"
-    parallel.calls = min(each.calls for each in told)
+    parallel.calls = calls
     united(parallel)
     if was_used and (cut_short or apart or left):
         tell(f"the weights of step {parallel.step} are whole on all ranks{left}")

@@ -1,5 +1,6 @@
 """After a stop or an error inside a step: whole weights train on, torn ones are refused with the way back."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from small_gpt import INPUTS, TARGETS, close, gpt, loss_fn, train
 from torch import Tensor, nn
 
 import colossal_nb as cnb
-from colossal_nb.parallel import checkpoint, gradients
+from colossal_nb.parallel import checkpoint, gradients, loss_scale
 from colossal_nb.parallel.saving import fill
 from colossal_nb.parallel.world import World
 
@@ -111,6 +112,33 @@ def test_a_forward_that_came_to_no_end_leaves_running_statistics_alone(
 ) -> None:
     expected = ranks(2).run(normed, strategy, -1)
     torch.testing.assert_close(ranks(2).run(normed, strategy, press_at), expected, rtol=0, atol=0)
+
+
+def normed_behind(strategy: str, stops: bool) -> list[Tensor]:
+    """Rank 1 is stopped at the very end of a forward_backward that rank 0 has ended."""
+    model, optimizer = start(strategy, Normed)
+    for step in range(STEPS):
+        inputs = torch.linspace(-1, 1, 32).double().view(8, 4) * (step + 1)
+        optimizer.zero_grad()
+        if stops and step == 2:
+            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                if World.current().rank == 1:
+                    patch.setattr(loss_scale, "seen", interrupted)
+                cnb.forward_backward(model, loss_fn, inputs, torch.arange(8) % 3)
+            regroup()
+        cnb.forward_backward(model, loss_fn, inputs, torch.arange(8) % 3)
+        optimizer.step()
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2"])
+def test_running_statistics_that_some_ranks_moved_go_back(ranks: Any, strategy: str) -> None:
+    expected = ranks(2).run(normed_behind, strategy, False)
+    torch.testing.assert_close(ranks(2).run(normed_behind, strategy, True), expected, rtol=0, atol=0)
 
 
 def torn(strategy: str, odd: int, path: Path | None = None) -> list[str]:
