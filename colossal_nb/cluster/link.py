@@ -80,8 +80,11 @@ class Link:
         self._process.stdin.close()                    # the end of the pipe is the order
         try:
             self._process.wait(_STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:                 # it is late, or Stop was pressed
             self._process.kill()                       # its children watch it and end too
             self._process.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)      # of one that did not end by itself
-        self._context.destroy(0)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+        finally:
+            shutil.rmtree(self.directory, ignore_errors=True)  # of one that did not end by itself
+            self._context.destroy(0)                   # left to the garbage collector it would wait for its sockets

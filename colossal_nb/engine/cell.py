@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import sys
 import time
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -134,8 +135,10 @@ class Cells:
 
 def _reply(shell: Any, result: Any, landed: bool) -> dict[str, Any]:
     error = result.error_before_exec or result.error_in_exec
-    if error is None and not getattr(shell, "_last_traceback_during_displayhook", False):
-        return {"status": "ok"}
+    if error is None:
+        if not getattr(shell, "_last_traceback_during_displayhook", False):
+            return {"status": "ok"}
+        error = getattr(sys, "last_value", None)       # of showing the cell's value
     name = type(error).__name__
     if landed and isinstance(error, asyncio.CancelledError):
         name = "KeyboardInterrupt"                     # how an interrupt reaches a cell that awaits

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -32,3 +34,15 @@ class Presses:
 
     def _signal(self, number: int, frame: FrameType | None) -> None:
         self.press()
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Stop comes after the block, which is short and may not be left half done."""
+    presses = Presses()
+    try:
+        with presses:
+            yield
+    finally:
+        if presses.count:
+            signal.raise_signal(signal.SIGINT)

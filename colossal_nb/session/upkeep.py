@@ -13,6 +13,7 @@ from colossal_nb.cluster.door import Reply
 from colossal_nb.session.copying import Newcomer, mend
 from colossal_nb.session.looking import busy, listed, named, stuck_text
 from colossal_nb.session.loop import CellLoop, Counts
+from colossal_nb.session.presses import held_back
 
 _GRACE_S = 1.0
 _END_LIMIT_S = 60.0          # a kill is sure, but the fork server may be in the middle of a long import
@@ -175,7 +176,8 @@ class Upkeep:
     def drop(self) -> None:
         """End the cluster, silently; nothing is left of it."""
         self._join()
-        client, self._client = self._client, None
-        self._reset()
-        if client is not None:
-            client.close()
+        with held_back():
+            client, self._client = self._client, None
+            self._reset()
+            if client is not None:
+                client.close()

@@ -242,6 +242,26 @@ def test_the_loss_of_a_process_that_all_need_is_named_and_the_next_cell_starts_a
     assert printed(session.run("print(rank)", "dp=2").wait()) == ["0", "1"]
 
 
+def test_stop_while_the_cluster_ends_leaves_nothing_of_it() -> None:
+    """Sockets left to the garbage collector would hold the kernel up for good, some cells later."""
+    session = Session()
+    session.start(1)
+    client = session._upkeep.client()
+    pids, directory = family(client.link.pid), client.link.directory
+    close = client.link.close
+
+    def pressed() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        close()
+
+    client.link.close = pressed  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        session.stop()
+    assert client.link.context.closed and not directory.exists()
+    assert eventually(lambda: not alive(pids)), alive(pids)
+    assert session.status().engines == 0
+
+
 OWNER = """
 import os, signal, sys, time
 from colossal_nb.session import Session

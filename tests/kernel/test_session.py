@@ -117,6 +117,12 @@ def test_the_line_is_the_cells_own_also_when_it_fails_deeper(session: Session) -
     assert (error.ename, error.line) == ("KeyError", 3)
 
 
+def test_an_error_of_showing_a_value_is_that_of_its_text(session: Session) -> None:
+    run = session.run("class Shown:\n    def __repr__(self): raise ValueError('in its text')\nShown()").wait()
+    assert {(error.ename, error.evalue, error.line) for error in run.errors.values()} == {
+        ("ValueError", "in its text", 2)}
+
+
 def test_a_syntax_error(session: Session) -> None:
     run = session.run("x = 1\nx = = 2").wait()
     assert {(error.ename, error.line) for error in run.errors.values()} == {("SyntaxError", 2)}

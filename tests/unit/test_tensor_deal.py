@@ -40,6 +40,14 @@ def test_blocks_are_dealt_whole() -> None:
     assert dealt.row_parts == dealt.column_parts == (tuple(range(6)), tuple(range(6, 12)))
 
 
+def test_the_users_default_dtype_is_no_matter() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        test_blocks_are_dealt_whole()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_single_features_are_dealt_unevenly() -> None:
     reached = heads(7, 1)
     dealt = deal(reached, one_column(reached), 3)

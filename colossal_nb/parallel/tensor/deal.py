@@ -80,7 +80,8 @@ class Dealer:
         """The labels of the groups, sorted by size and by the columns that reach them."""
         groups, places, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
         columns = torch.stack([self.reached[:, self.owners == owner].any(1) for owner in torch.unique(self.owners)], 1)
-        made_of = torch.zeros(len(groups), columns.shape[1]).index_add_(0, places, columns.float()) > 0
+        counts = torch.zeros(len(groups), columns.shape[1], dtype=torch.int64)
+        made_of = counts.index_add_(0, places, columns.long()) > 0
         keys = torch.cat((sizes.unsqueeze(1), made_of), dim=1)
         _, kinds = torch.unique(keys, dim=0, return_inverse=True)
         return [groups[kinds == kind] for kind in range(int(kinds.max()) + 1)]
