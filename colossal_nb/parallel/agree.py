@@ -25,7 +25,7 @@ SAMPLED = 1 << 14  # elements of each tensor that are compared in later calls
 
 @dataclass(frozen=True)
 class Totals:
-    """The same on every rank. `active`: whether a parameter had a gradient on any rank.
+    """The same on every rank. `active`: whether a parameter had a gradient on any rank; `sums`: of `more` over ranks.
 
     `uneven`: samples of different parts do not count alike, in a loss that is more than one mean or one sum.
     `guessed`: nothing says of what the loss is a mean.
@@ -37,14 +37,16 @@ class Totals:
     active: dict[str, bool]
     uneven: bool
     guessed: bool
+    sums: list[float]
 
     def tensor(self, device: str) -> torch.Tensor:
         """The loss as loss_fn would have returned it."""
         return torch.tensor(self.loss, dtype=self.dtype, device=device)
 
 
-def totals(parallel: Parallel, parts: list[Part], data: int) -> Totals:
-    """Add up the parts of all ranks in one small all-reduce; every rank gets the same bits. `data`: see `sampled`.
+def totals(parallel: Parallel, parts: list[Part], data: int, more: list[float]) -> Totals:
+    """Add up the parts of all ranks, and `more`, in one small all-reduce; every rank gets the same bits. `data`: see
+    `sampled`.
 
     Raises ValueError on all ranks alike when they were given different data, and when the loss is a mean over counts
     that do not grow together.
@@ -52,6 +54,7 @@ def totals(parallel: Parallel, parts: list[Part], data: int) -> Totals:
     row = _row(parallel, parts)
     group = parallel.group()
     flags = len(row) - _FIXED
+    row = torch.cat([row, torch.tensor(more, dtype=torch.float64)])
     if group.size > 1:
         every = torch.zeros(group.size, dtype=torch.float64)
         every[group.index] = data
@@ -67,9 +70,10 @@ def totals(parallel: Parallel, parts: list[Part], data: int) -> Totals:
             f"the parts cannot be put together: {FIX}"
         )
     active = dict(zip(parallel.parameters, (row[_FIXED:][:flags] > 0).tolist(), strict=False))
+    sums = row[_FIXED + flags :][: len(more)].tolist()
     loss = total / count if count else math.nan
     uneven = inexact > 0 and _not_proportional(counts_spread, samples, count)
-    return Totals(loss, count, _DTYPES[int(code)], active, uneven, guessed > 0)
+    return Totals(loss, count, _DTYPES[int(code)], active, uneven, guessed > 0, sums)
 
 
 def _stop(parallel: Parallel, stops: float) -> None:

@@ -2,7 +2,7 @@
 
 torch computes the norm of the gradients it finds on this rank in one inner function, however the user imported the
 outer one. Ours stands in front of it and, for gradients of parallel parameters, adds up over the mesh what each rank
-counts: a shard everywhere, a whole or copied parameter once.
+counts: a shard everywhere, a whole or copied parameter once, so too those of the loss that are trained with the model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class TotalNorm:
             return alive[-1] if alive and alive[-1].pipeline is not None else None
         ids = {id(tensor) for tensor in given}
         for parallel in reversed(alive):
-            if any(id(p.grad) in ids for p in parallel.parameters.values() if p.grad is not None):
+            trained = (*parallel.parameters.values(), *parallel.outside)
+            if any(id(p.grad) in ids for p in trained if p.grad is not None):
                 return parallel
         return None
 

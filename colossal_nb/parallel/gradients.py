@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossal_nb.parallel import memory, parameter_hooks, state
 from colossal_nb.parallel.group import Group
@@ -18,7 +18,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @contextmanager
-def kept_apart(parameters: list[nn.Parameter]) -> Iterator[None]:
+def kept_apart(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Inside, `.grad` begins as None; afterwards what was there before is added. An error brings it back as it was.
 
     The user's hooks on parameters see what is in `.grad` at the end, and what it is after the addition.
@@ -88,7 +88,7 @@ def settle(parallel: Parallel) -> None:
     finish(parallel, dict(zip(held, (flags > 0).tolist(), strict=True)), 1)
 
 
-def sum_over(parameters: list[nn.Parameter], group: Group, of: str = "gradients") -> list[Tensor]:
+def sum_over(parameters: Sequence[Tensor], group: Group, of: str = "gradients") -> list[Tensor]:
     """All-reduce `.grad` of the parameters in flat buckets; returns these, and each `.grad` is a view of one."""
     works = []
     for bucket in buckets(parameters):
@@ -102,13 +102,13 @@ def sum_over(parameters: list[nn.Parameter], group: Group, of: str = "gradients"
     return [flat for _, _, flat in works]
 
 
-def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Runs of parameters of one dtype whose gradients have at most BUCKET_BYTES (or one larger one)."""
-    by_type: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for p in parameters:
         by_type.setdefault((p.dtype, p.device), []).append(p)
     for same in by_type.values():
-        bucket: list[nn.Parameter] = []
+        bucket: list[Tensor] = []
         size_bytes = 0
         for p in same:
             if bucket and size_bytes + bytes_of(p) > BUCKET_BYTES:

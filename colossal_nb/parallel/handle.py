@@ -36,7 +36,9 @@ class Parallel:
     those that lie on other pipeline stages. `pending`: the split waits for the first real batch. `torn`: why the
     weights are not those of one step (see `trouble`), `source`: the replica that is whole. `saved`: the checkpoint that
     was written or read last. `moving`: buffers that a forward writes to, by the owners that are in training, `before`:
-    those of the last forward_backward with what they were before it."""
+    those of the last forward_backward with what they were before it. `outside`: tensors that are trained with the
+    model and are none of its parameters, whole and equal on all ranks; `explored`: the losses whose graph has been
+    looked through for them."""
 
     model: nn.Module
     strategy: Strategy
@@ -56,6 +58,8 @@ class Parallel:
     half_moved: bool = False
     accumulating: bool = False
     compared: set[Any] = field(default_factory=set)
+    explored: set[Any] = field(default_factory=set)
+    outside: list[Tensor] = field(default_factory=list)
     hooked: set[int] = field(default_factory=set)
     calls: int = 0
     calls_in_step: int = 0
@@ -119,6 +123,8 @@ class Parallel:
             forward=copy.deepcopy(self.forward, memo),
             precision=self.precision.twin(),
             optimizers=[],
+            explored=set(),
+            outside=[],
             origin=Origin(),
             hooked=set(),
             steps=Steps(World.current().era, self.calls, self.calls),

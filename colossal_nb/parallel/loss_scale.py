@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from colossal_nb.parallel.handle import Parallel, tell
+from colossal_nb.parallel.outside import of_optimizers
 from colossal_nb.parallel.precision import LossScale
 from colossal_nb.parallel.world import World
 
@@ -112,7 +113,8 @@ def _overflowed(parallel: Parallel, scale: LossScale, ranks: list[int]) -> None:
 
 
 def _finite(parallel: Parallel) -> bool:
-    grads = [p.grad for p in parallel.held().values() if p.grad is not None and p.grad.numel()]
+    trained = [*parallel.held().values(), *of_optimizers(parallel)]
+    grads = [p.grad for p in trained if p.grad is not None and p.grad.numel()]
     if not grads:
         return True
     largest = torch._foreach_norm(grads, float("inf"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossal_nb.parallel.counting import Seen
 from colossal_nb.parallel.work import Released
@@ -135,17 +135,3 @@ def _scalar(value: Any) -> Tensor:
         shape = list(value.shape)
         raise ValueError(f"loss_fn must return a scalar or (sum, count); it returned a tensor {shape}: {FIX}")
     return value.reshape(())
-
-
-def refuse_trained(loss_fn: Any, model: nn.Module, parts: int) -> None:
-    """Raise ValueError for a loss with trained parameters of its own: nobody adds up what the parts make of them."""
-    if parts == 1 or not isinstance(loss_fn, nn.Module):
-        return
-    known = {id(p) for p in model.parameters()}
-    own = [name for name, p in loss_fn.named_parameters() if p.requires_grad and id(p) not in known]
-    if own:
-        raise ValueError(
-            f"the loss {type(loss_fn).__name__} has trained parameters of its own ({', '.join(own[:3])}), whose "
-            f"gradients would be those of one of {parts} parts of the batch: make the loss a module of the model "
-            "(model.loss = loss, before parallelize; forward returns the loss, loss_fn=None), or run without dp and pp"
-        )

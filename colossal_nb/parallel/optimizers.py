@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from colossal_nb.parallel.handle import holds
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.state import local_part
-from colossal_nb.plan import Strategy
+from colossal_nb.plan import Mesh, Strategy
 
 # Optimizers whose update of one element needs that element's history alone: a shard's update is a part of the whole's.
 ELEMENTWISE = (
@@ -21,45 +21,67 @@ _REASONS = {
     "LBFGS": "searches along a direction made of all parameters at once",
     "Adafactor": "keeps row and column sums of each whole matrix",
     "Muon": "makes each whole matrix orthogonal",
-    "SparseAdam": "takes sparse gradients, which are not summed over ranks here",
 }
 
 
-def check(optimizer: Any, model: nn.Module, cut: bool) -> None:
-    """Raise ValueError where the optimizer does not belong to the model or (`cut`) could not update shards."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        hint = ""
-        if isinstance(optimizer, type):
-            hint = f": the class, so make one, {optimizer.__name__}(model.parameters(), ...)"
-        elif isinstance(optimizer, str | Strategy):
-            hint = f': a strategy goes by name, strategy="{optimizer}"'
-        elif isinstance(optimizer, list | tuple):
-            hint = ": one at a time, cnb.parallelize(model, first), then cnb.parallelize(model, second)"
-        raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}{hint}")
+def as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """None, one optimizer or several, as a list."""
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+
+
+def check(optimizer: Any, model: nn.Module, mesh: Mesh | None = None) -> None:
+    """Raise ValueError where an optimizer, or one of a list, does not belong to the model or could not work on a mesh.
+
+    Beside the model's parameters it may hold others, of the loss; of several one may hold those alone.
+    """
+    given = as_list(optimizer)
+    for each in given:
+        if not isinstance(each, torch.optim.Optimizer):
+            hint = ""
+            if isinstance(each, type):
+                hint = f": the class, so make one, {each.__name__}(model.parameters(), ...)"
+            elif isinstance(each, str | Strategy):
+                hint = f': a strategy goes by name, strategy="{each}"'
+            raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {type(each).__name__}{hint}")
     own = {id(p) for p in model.parameters()}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(p) not in own for p in given)
-    if foreign == len(given):
+    outside = [[p for group in each.param_groups for p in group["params"] if id(p) not in own] for each in given]
+    if given and all(len(others) == _count(each) for each, others in zip(given, outside, strict=True)):
         raise ValueError(
-            f"the optimizer holds none of the model's parameters ({len(given)} others): was it made for an earlier "
-            f"model? make it anew: torch.optim.{type(optimizer).__name__}(model.parameters(), ...)"
+            f"the optimizer holds none of the model's parameters ({len(outside[0])} others): was it made for an "
+            f"earlier model? make it anew: torch.optim.{type(given[0]).__name__}(model.parameters(), ...); one of the "
+            "loss's parameters alone is given with the model's, in a list"
         )
-    if foreign:
+    shared = [p for others in outside for p in others if layout_of(p) is not None]
+    if shared:
         raise ValueError(
-            f"the optimizer holds {foreign} tensors that are no parameters of the model: give each parallel model an "
+            f"the optimizer holds {len(shared)} parameters of another parallel model: give each parallel model an "
             "optimizer of its own"
         )
-    if cut:
-        _require_elementwise(optimizer)
+    if mesh is not None:
+        for each in given:
+            _require_able(each, mesh)
 
 
-def _require_elementwise(optimizer: torch.optim.Optimizer) -> None:
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _require_able(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Under dp alone every rank has whole weights and whole gradients, so that any optimizer is right."""
     kind = type(optimizer)
+    if kind.__name__ == "SparseAdam" and mesh.size > 1:
+        raise ValueError("SparseAdam takes sparse gradients, which are not summed over ranks here: take Adam")
+    if mesh.size == mesh.axis_size("dp"):
+        return
     known = [getattr(torch.optim, name) for name in ELEMENTWISE if hasattr(torch.optim, name)]
     if any(issubclass(kind, each) and kind.step is each.step for each in known):
         return
     why = _REASONS.get(kind.__name__, "is not known to update every element by itself, as a shard of a tensor needs")
-    raise ValueError(f"{kind.__name__} {why}, so it cannot run on parts of tensors: take {', '.join(ELEMENTWISE)}")
+    raise ValueError(
+        f"{kind.__name__} {why}, so it cannot run on parts of tensors: take {', '.join(ELEMENTWISE)}, or dp alone"
+    )
 
 
 def shapes(optimizer: torch.optim.Optimizer | None) -> dict[int, torch.Size]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,13 +36,14 @@ from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, Strategy
 from colossal_nb.validation import called_as
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @called_as("model, optimizer = cnb.parallelize(model, optimizer)")
 def parallelize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     strategy: Strategy | str | None = None,
     plan: None = None,
     cuts: Any = None,
@@ -50,6 +51,8 @@ def parallelize(
 ) -> Any:
     """Distribute a model, and the optimizer that holds its parameters, in place; returns `model` or both.
 
+    `optimizer`: one, or a list of several, which is returned as it is. It may hold tensors outside the model as well,
+    parameters of the loss: they stay whole, and `forward_backward` gives them the gradient of the whole batch.
     `strategy`: by default the cell's; without one, dp over all ranks. `cuts`, `stage_weights`: where a pipeline is cut,
     or how much of the work each stage should have. Parameters stay the same objects; a rank's part is put under them,
     and state that the optimizer has is cut in the same place. Again under the same strategy: nothing.
@@ -66,8 +69,7 @@ def parallelize(
     wanted = chosen(strategy, world)
     mesh = wanted.mesh(world.world_size)
     compiled.refuse(model, mesh.size)
-    if optimizer is not None:
-        optimizers.check(optimizer, model, cut=mesh.size > 1)
+    optimizers.check(optimizer, model, mesh)
     if mesh.axis_size("pp") == 1 and (cuts is not None or stage_weights is not None):
         raise ValueError("cuts and stage_weights say where a pipeline is cut; this strategy has none: pp=2 or more")
     # A cell that runs again drops its former model, which sits in reference cycles: its memory is needed now.
@@ -88,12 +90,11 @@ def parallelize(
     return model if optimizer is None else (model, optimizer)
 
 
-def _set_up(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> None:
+def _set_up(parallel: Parallel, optimizer: Optimizers) -> None:
     model = parallel.model
     if any(report.drops(module) for module in model.modules()):
         parallel.dropout = KeyedDropout(model, _common_seed(parallel))
-    if optimizer is not None:
-        parallel.optimizers.append(optimizer)
+    parallel.optimizers += {id(each): each for each in optimizers.as_list(optimizer)}.values()
     raise_masters(parallel)
     distribute(parallel)
     plain.install(parallel)
@@ -215,7 +216,7 @@ def chosen(strategy: Strategy | str | None, world: World) -> Strategy:
     return chosen.filled(world.world_size)
 
 
-def _again(model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Strategy | str | None) -> Any:
+def _again(model: nn.Module, optimizer: Optimizers, named: Strategy | str | None) -> Any:
     """A model that is parallel already: nothing to do, unless another strategy or optimizer is asked for."""
     parallel = find(model)
     assert parallel is not None
@@ -226,12 +227,14 @@ def _again(model: nn.Module, optimizer: torch.optim.Optimizer | None, named: Str
             f"this model is parallel as {text(parallel.strategy)}; to move it: model, optimizer = "
             f'cnb.redistribute(model, optimizer, "{text(wanted) or "dp=1"}")'
         )
-    if optimizer is not None and optimizer not in parallel.optimizers:
-        optimizers.check(optimizer, model, cut=parallel.mesh.size > 1)
-        optimizers.cut_state(optimizer, optimizers.whole_shapes(parallel.parameters.values()), parallel.rank)
-        parallel.optimizers.append(optimizer)
-        events.watch(parallel, optimizer)
-    else:
+    fresh = {id(each): each for each in optimizers.as_list(optimizer) if each not in parallel.optimizers}
+    if fresh:
+        optimizers.check(optimizer, model, parallel.mesh)
+    for each in fresh.values():
+        optimizers.cut_state(each, optimizers.whole_shapes(parallel.parameters.values()), parallel.rank)
+        parallel.optimizers.append(each)
+        events.watch(parallel, each)
+    if not fresh:
         tell(f"this model is parallel already ({text(parallel.strategy) or 'one rank'}): parallelize changed nothing")
     return model if optimizer is None else (model, optimizer)
 

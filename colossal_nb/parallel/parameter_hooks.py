@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 Hooks = OrderedDict[int, Callable[..., Any]]
@@ -38,7 +38,7 @@ def register_first(p: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
 class Aside:
     """The user's hooks of one parameter: on its gradient, and behind the addition to `.grad`."""
 
-    p: nn.Parameter
+    p: Tensor
     on_gradient: Hooks | None
     on_accumulated: Hooks | None
 
@@ -72,7 +72,7 @@ class Aside:
             hook(self.p)
 
 
-def of_users(parameters: Iterable[nn.Parameter]) -> list[Aside]:
+def of_users(parameters: Iterable[Tensor]) -> list[Aside]:
     """The parameters that have hooks of the user."""
     found = (Aside(p, p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters)  # type: ignore[arg-type]
     return [each for each in found if _split(each.on_gradient, own=False) or _split(each.on_accumulated, own=False)]

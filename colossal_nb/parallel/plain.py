@@ -15,6 +15,7 @@ from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.handle import NAME, Parallel, require_cell
+from colossal_nb.parallel.outside import inside_model
 from colossal_nb.parallel.parameter_hooks import register_first
 from colossal_nb.parallel.recompute import recomputing
 from colossal_nb.parallel.scaled import scaled
@@ -22,6 +23,7 @@ from colossal_nb.parallel.statistics import Statistics
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.unread import whole
+from colossal_nb.parallel.world import World
 
 LINE = "loss = cnb.forward_backward(model, loss_fn, inputs, targets)"
 
@@ -77,6 +79,7 @@ def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         args, kwargs = whole(args), whole(kwargs)
         with _keyed(parallel, 0, _samples(args, kwargs)):
             output = _forward(parallel, args, kwargs)
+        _average_outside(parallel, output, (args, kwargs))
         return _delivered(parallel, output)
     _average_hooks(parallel)
     return _replicated(parallel, args, kwargs)
@@ -122,7 +125,8 @@ def _delivered(parallel: Parallel, output: Any) -> Any:
 
 def _replicated(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each replica its samples; a replica without one runs the first sample and keeps nothing of it."""
-    samples = batch_size((args, kwargs))
+    given = args, kwargs
+    samples = batch_size(given)
     parts = bounds(samples, parallel.replicas)
     start, stop = parts[parallel.place["dp"]]
     first, last = (start, stop) if stop > start else (0, 1)
@@ -133,6 +137,7 @@ def _replicated(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any
             statistics.begin(parallel.place["dp"])
         output = _forward(parallel, args, kwargs)
     statistics.settle(min(samples, parallel.replicas))
+    _average_outside(parallel, output, given)
     if parallel.is_last:
         sizes = [end - begin for begin, end in parts]
         seen = means.taken().means
@@ -177,9 +182,21 @@ def _average_hooks(parallel: Parallel) -> None:
             register_first(p, _average(parallel))
 
 
+def _average_outside(parallel: Parallel, output: Any, given: Any) -> None:
+    """The same for what the model trains beside its parameters, looked for once, and for leaves of the input."""
+    if parallel.mesh.size == 1 or not torch.is_grad_enabled():
+        return
+    found = [x for x in leaves(given) if x.requires_grad and x.is_leaf]
+    if (NAME, parallel.model.training) not in parallel.explored:
+        found += inside_model(parallel, output, given)
+        parallel.explored.add((NAME, parallel.model.training))
+    for p in found if parallel.replicas > 1 else ():
+        register_first(p, _average(parallel))
+
+
 def _average(parallel: Parallel) -> Callable[[Tensor], Tensor | None]:
     def average(gradient: Tensor) -> Tensor | None:
-        if parallel.inside:
+        if any(each.inside for each in World.current().parallels):
             return None
         total = gradient.clone(memory_format=torch.contiguous_format)
         parallel.group("dp").run("all_reduce", [total], of="gradient")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from colossal_nb.parallel import objects, trouble
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel, require, tell
+from colossal_nb.parallel.outside import beside, of_optimizers
 from colossal_nb.parallel.structure import rebuild
 from colossal_nb.validation import called_as
 
@@ -46,11 +46,11 @@ def recover(model: nn.Module) -> None:
 def _copy(parallel: Parallel, group: Group, root: int) -> None:
     """From the group's rank `root` to the others, one tensor at a time."""
     with torch.no_grad():
-        for p in parallel.held().values():
+        for p in (*parallel.held().values(), *parallel.outside):
             group.run("broadcast", [p.detach()], root=root, of="recover")
         for buffer in parallel.model.buffers():
             group.run("broadcast", [buffer], root=root, of="recover")
-    for p in parallel.parameters.values():
+    for p in (*parallel.parameters.values(), *parallel.outside):
         p.grad = None
     for optimizer in parallel.optimizers:
         _copy_optimizer(parallel, optimizer, group, root)
@@ -64,16 +64,11 @@ def _copy_optimizer(parallel: Parallel, optimizer: torch.optim.Optimizer, group:
     settings = [{key: value for key, value in each.items() if key != "params"} for each in optimizer.param_groups]
     for own, values in zip(optimizer.param_groups, objects.broadcast(settings, group, root, "recover"), strict=True):
         own.update(values)
-    for p in parallel.held().values():
+    for p in (*parallel.held().values(), *of_optimizers(parallel)):
         state = objects.broadcast(optimizer.state.get(p), group, root, "recover")
         if group.index == root:
             continue
         if state is None:
             optimizer.state.pop(p, None)
         else:
-            optimizer.state[p] = rebuild(state, partial(_beside, p))
-
-
-def _beside(p: Tensor, value: Tensor) -> Any:
-    """A value of a state where its parameter is; counts (0-dim) stay on the host."""
-    return value.to(p.device) if value.dim() else value
+            optimizer.state[p] = rebuild(state, partial(beside, p))

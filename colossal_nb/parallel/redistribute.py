@@ -8,6 +8,7 @@ made whole by itself, cut anew, and let go.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel, find, holds, require_whole, tell, text
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.outcome import alike
+from colossal_nb.parallel.outside import beside, of_optimizers
 from colossal_nb.parallel.parallelize import chosen, distribute, forget_graphs
 from colossal_nb.parallel.saving import rng
-from colossal_nb.parallel.saving.contents import as_list, is_part, owner
+from colossal_nb.parallel.saving.contents import is_part, owner
 from colossal_nb.parallel.state import gathered, local_part
+from colossal_nb.parallel.structure import rebuild
 from colossal_nb.parallel.undo import Changes
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, Strategy
@@ -50,9 +53,8 @@ def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | s
             "under the strategy that is wanted"
         )
     wanted = chosen(strategy, World.current())
-    given = as_list(optimizer)
-    for each in given:
-        optimizers.check(each, model, cut=wanted.mesh().size > 1)
+    given = optimizers.as_list(optimizer)
+    optimizers.check(list({id(each): each for each in (*parallel.optimizers, *given)}.values()), model, wanted.mesh())
     if parallel.accumulating:
         raise ValueError("redistribute inside accumulate(model): the calls so far belong to one reduction; do it after")
     require_whole(parallel)
@@ -95,11 +97,13 @@ class _Stock:
     """What goes along beside the weights, the same on all ranks: who has what was told by all.
 
     `states[i]`: by parameter and key; a `_Part` lies as its parameter does. `settings[i]`: of its param groups.
+    `outside`: what is trained outside the model, with its state in each optimizer; only ranks that waited need it.
     """
 
     gradients: dict[str, _Part] = field(default_factory=dict)
     states: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     settings: list[list[dict[str, Any]]] = field(default_factory=list)
+    outside: list[tuple[Tensor, list[dict[str, Any]]]] = field(default_factory=list)
     position: tuple[int, int, int, float] = (0, 0, 0, 0.0)
     scale: list[float] | None = None
 
@@ -154,12 +158,14 @@ def _stock(parallel: Parallel, group: Group) -> _Stock:
     if parallel.rank < parallel.mesh.size:
         mine.gradients = {name: _Part(p.grad.dtype) for name, p in parallel.held().items() if p.grad is not None}
         for each in parallel.optimizers:
-            held = {name_of[id(p)]: entry for p, entry in each.state.items() if holds(p, parallel.rank)}
+            known = ((name_of.get(id(p)), p, entry) for p, entry in each.state.items())
+            held = {name: entry for name, p, entry in known if name is not None and holds(p, parallel.rank)}
             mine.states.append({name: _told(parallel.parameters[name], entry) for name, entry in held.items()})
     mine.settings = [
         [{key: value for key, value in each.items() if key != "params"} for each in optimizer.param_groups]
         for optimizer in parallel.optimizers
     ]
+    mine.outside = [(p, [each.state.get(p, {}) for each in parallel.optimizers]) for p in of_optimizers(parallel)]
     mine.position = parallel.calls, parallel.calls_in_step, parallel.step, parallel.loss
     mine.scale = parallel.precision.position()
     told: list[_Stock] = objects.all_gather(mine, group, "redistribute")
@@ -182,6 +188,12 @@ def _catch_up(parallel: Parallel, stock: _Stock) -> None:
     for optimizer, settings in zip(parallel.optimizers, stock.settings, strict=True):
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
+    for p, (value, states) in zip(of_optimizers(parallel), stock.outside, strict=True):
+        p.data.copy_(value)
+        p.grad = None
+        for optimizer, state in zip(parallel.optimizers, states, strict=True):
+            if state:
+                optimizer.state[p] = rebuild(state, partial(beside, p))
 
 
 @dataclass(frozen=True)
@@ -228,6 +240,8 @@ def _settle(parallel: Parallel, strategy: Strategy, options: dict[str, Any], gro
     parallel.pipeline = parallel.tensor = None
     parallel.changes, parallel.pending = Changes(), False
     parallel.compared.clear()
+    parallel.explored.clear()
+    parallel.outside.clear()  # a rank that waited knows none: they are compared again at their next step
     parallel.changed()
     if parallel.dropout is not None:
         parallel.dropout.sites, parallel.dropout.features, parallel.dropout.index = None, (), 0

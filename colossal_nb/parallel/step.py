@@ -20,14 +20,16 @@ from colossal_nb.parallel import (
     loss_scale,
     memory,
     outputs,
+    outside,
     parameter_hooks,
     trouble,
 )  # fmt: skip
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel, require
-from colossal_nb.parallel.losses import Part, check, own_loss, part, refuse_trained, value_of
+from colossal_nb.parallel.losses import Part, check, own_loss, part, value_of
 from colossal_nb.parallel.outputs import LossFn
+from colossal_nb.parallel.outside import Outside
 from colossal_nb.parallel.recompute import recomputing
 from colossal_nb.parallel.statistics import Statistics, note_others
 from colossal_nb.parallel.structure import leaves, rebuild
@@ -50,6 +52,7 @@ class Done:
     keep: str
     samples: int
     total: int
+    outside: Outside
     unit: float = 1.0
     statistics: Statistics | None = None
     parts: list[Part] = field(default_factory=list)
@@ -87,6 +90,8 @@ def forward_backward(
     `.loss`. The loss (0-dim, detached) is the sum of the sums over the sum of the counts, the same bits on every
     rank. With `return_output` the result is (loss, output of the whole batch).
 
+    Trained tensors outside the model (a temperature in the loss) get the gradient of the whole batch, on every rank.
+
     Raises ValueError on all ranks for batches that differ between ranks and for losses that cannot be put together.
     """
     parallel = require(model)
@@ -104,33 +109,37 @@ def forward_backward(
         split(parallel, arguments(inputs))
     if parallel.pipeline is not None:
         parallel.pipeline.refuse_hooks()
-    refuse_trained(loss_fn, model, max(parallel.replicas * parallel.microbatches, parallel.mesh.axis_size("pp")))
     agree.compare_data(parallel, inputs, targets)
     data = agree.sampled(parallel, inputs, targets)
+    given = inputs, targets
     inputs, targets = move(inputs, parallel.device), move(targets, parallel.device)
     samples = batch_size(inputs)
     mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
-    total, held = parallel.replicas * len(mine), list(parallel.held().values())
-    fresh = not parallel.accumulating and all(p.grad is None for p in held)
+    total = parallel.replicas * len(mine)
+    others = Outside.of(parallel, loss_fn, given)
+    fresh = not parallel.accumulating and all(p.grad is None for p in parallel.held().values())
+    held = [*parallel.held().values(), *others.tensors.values()]
     owners = kept.owners(model)
     statistics = Statistics(parallel, owners)
     with kept.buffers(parallel, owners), gradients.kept_apart(held):
         unit = _unit(parallel, targets if loss_fn is not None else _labels(inputs))
         keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples) else ""
-        done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, unit, statistics), data)
+        done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, others, unit, statistics), data)
         statistics.settle(min(samples, parallel.replicas * parallel.microbatches))
         if not keep and _compares(parallel, loss_fn, samples, totals):
             # Its parts count in another way than before, and their outputs are gone: once more, to compare.
-            for p in parallel.held().values():
+            for p in held:
                 p.grad = None
             with untouched(model):
-                done, totals = _attempt(parallel, loss_fn, Done(mine, "some", samples, total, unit), data)
+                done, totals = _attempt(parallel, loss_fn, Done(mine, "some", samples, total, others, unit), data)
         if loss_fn is not None and _compares(parallel, loss_fn, samples, totals):
             outputs.compare(parallel, loss_fn, done.kept, targets, samples)
             _note_compared(parallel, loss_fn, totals)
         elif loss_fn is None and totals.guessed and total > 1:
             World.current().note(_OWN_GUESSED)
-        gradients.finish(parallel, totals.active, 1 if _at_once(parallel, mine) else totals.count / unit)
+        used, count = others.settle(loss_fn, totals.sums), 1 if _at_once(parallel, mine) else totals.count / unit
+        gradients.finish(parallel, totals.active, count)
+        outside.finish(parallel, used, count)
         loss_scale.seen(parallel, fresh)
     if math.isnan(totals.loss) and parallel.pipeline is not None:
         World.current().note(_NAN)
@@ -167,7 +176,7 @@ def _attempt(parallel: Parallel, loss_fn: LossFn | None, done: Done, data: int) 
     in_parts = done.total > 1 or parallel.pipeline is not None
     if before is not None and in_parts and not torch.equal(before, torch.get_rng_state()):
         World.current().note(_DRAWS)
-    return done, agree.totals(parallel, done.parts, data)
+    return done, agree.totals(parallel, done.parts, data, done.outside.flags())
 
 
 def _compares(
@@ -270,6 +279,7 @@ def _finished(
     result = measured(loss_fn, output, piece, seen, done.samples)
     if loss_fn is None:
         result = replace(result, value=own.raised(result.value))
+    done.outside.look(result.value, output)
     done.add(result, output, piece)
     return result
 
@@ -320,7 +330,7 @@ def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], don
                 done.begin(parallel, number)
 
         given = [own.lower(arguments(piece.inputs)) for piece in mine]
-        parallel.pipeline.run_step(given, loss_of, begin)
+        parallel.pipeline.run_step(given, loss_of, begin, done.outside.look_below)
 
 
 @called_as("with cnb.accumulate(model): around several forward_backward")
@@ -338,7 +348,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     parallel = require(model)
     if parallel.accumulating:
         raise ValueError("accumulate(model) is already open for this model: one block around all calls suffices")
-    held = list(parallel.held().values())
+    held = [*parallel.held().values(), *parallel.outside]
     if parameter_hooks.of_users(held):
         yield  # a hook sees the gradient of each batch, which therefore must be there
         return

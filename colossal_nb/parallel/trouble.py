@@ -21,7 +21,8 @@ Place = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank tells. `shared`: a checksum of the weights that the ranks along tp hold alike."""
+    """What one rank tells. `shared`: a checksum of the weights that the ranks along tp hold alike; `outside`: of what
+    is trained outside the model."""
 
     rank: int
     finished: tuple[int, ...]
@@ -33,6 +34,7 @@ class Told:
     step: int
     weights: int
     shared: int
+    outside: int
 
 
 def settle(parallel: Parallel) -> None:
@@ -84,7 +86,8 @@ def _own(parallel: Parallel) -> Told:
     half = steps.half_done(parallel.optimizers)
     numbers = steps.entered, parallel.calls, parallel.calls_in_step, parallel.step
     shared = checksum([p.detach() for p in alike if holds(p, rank)])
-    return Told(rank, finished, half, steps.replacing, *numbers, checksum([p.detach() for p in held]), shared)
+    outside = checksum(parallel.outside)
+    return Told(rank, finished, half, steps.replacing, *numbers, checksum([p.detach() for p in held]), shared, outside)
 
 
 def _fault(told: list[Told], mesh: Mesh) -> str:
@@ -116,6 +119,7 @@ def _odd(told: list[Told], mesh: Mesh) -> list[int]:
         across = tuple(at for axis, at in place.items() if axis != "dp")
         along = tuple(at for axis, at in place.items() if axis != "tp")
         same = first.setdefault(("dp", across), each.weights) == each.weights
+        same = same and first.setdefault(("all", ()), each.outside) == each.outside
         if not same or first.setdefault(("tp", along), each.shared) != each.shared:
             odd.append(each.rank)
     return odd
@@ -141,7 +145,7 @@ def _join(parallel: Parallel, told: list[Told]) -> None:
     was_used = any(each.entered > parallel.steps.since for each in told)
     left = ""
     if apart:
-        for p in parallel.parameters.values():
+        for p in (*parallel.parameters.values(), *parallel.outside):
             p.grad = None
         left = "; gradients that some ranks had and others not were dropped"
         parallel.calls_in_step = 0

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.init import eye_, orthogonal_, sparse_, xavier_normal_
 from torch.utils.data import DataLoader, TensorDataset
 
-from programs import VOCABULARY, Lab, Program, adamw, linears, text_loss, train
+from programs import LR, VOCABULARY, Lab, Program, adamw, linears, text_loss, train
 
 
 def _with_loss(cnb: Any, lab: Lab, loss_fn: Any) -> nn.Module:
@@ -284,10 +284,42 @@ def trained_loss(cnb: Any, lab: Lab) -> nn.Module:
     return model
 
 
+def trained_in_a_lambda(cnb: Any, lab: Lab) -> nn.Module:
+    """A scale that the loss finds around it; the model's optimizer holds it too. Clipped together, accumulated."""
+    model, scale = lab.model(), nn.Parameter(torch.tensor(0.7, dtype=lab.dtype))
+    optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [scale], "weight_decay": 0.0}], lr=LR)
+    model, optimizer = cnb.parallelize(model, optimizer)
+    for samples in (6, 3, 1):
+        optimizer.zero_grad()
+        with cnb.accumulate(model):
+            for inputs, targets in lab.batches(2, samples, seed=samples):
+                loss_fn = lambda out, t: text_loss(out * scale.exp(), t) + 0.1 * scale**2  # noqa: E731
+                lab.show("loss", cnb.forward_backward(model, loss_fn, inputs, targets))
+        lab.show("gradient", scale.grad)
+        lab.show("norm", nn.utils.clip_grad_norm_([scale, *model.parameters()], 0.1))
+        optimizer.step()
+        lab.show("scale", scale)
+    return model
+
+
+def trained_by_hand(cnb: Any, lab: Lab) -> nn.Module:
+    """The same in a loop by hand, where the loss is that of the whole batch on every rank."""
+    model, criterion = lab.model(), Tempered()
+    optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()], lr=LR)
+    model, optimizer = cnb.parallelize(model, optimizer)
+    for inputs, targets in lab.batches():
+        optimizer.zero_grad()
+        criterion(model(inputs), targets).backward()
+        lab.show("gradient", criterion.temperature.grad)
+        optimizer.step()
+        lab.show("temperature", criterion.temperature)
+    return model
+
+
 PROGRAMS: list[Program] = [
     focal_loss, label_smoothing, classes_first, sum_and_count, loss_inside, outputs_returned, loop_by_hand,
     data_loader, seeds, autocast_is_closed, loaded_on_the_way,
     weights_changed_by_hand, weights_drawn_again, weights_drawn_by_name, parameters_reset, embedding_reset,
-    trained_loss,
+    trained_loss, trained_in_a_lambda, trained_by_hand,
 ]  # fmt: skip
 ONLY: dict[Program, str] = {embedding_reset: "gpt llama bert"}

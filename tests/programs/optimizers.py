@@ -179,8 +179,40 @@ def optimizer_per_parameter(cnb: Any, lab: Lab) -> nn.Module:
     return model
 
 
+def of_whole_matrices(cnb: Any, lab: Lab) -> nn.Module:
+    """Optimizers that look at a matrix as a whole, given as a list."""
+    model = lab.model()
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    ids = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in ids]
+    optimizers = [torch.optim.Muon(matrices, lr=LR), torch.optim.Adafactor(rest, lr=LR)]
+    model, optimizers = cnb.parallelize(model, optimizers)
+    for inputs, targets in lab.batches():
+        for each in optimizers:
+            each.zero_grad()
+        lab.show("loss", cnb.forward_backward(model, lab.loss_fn, inputs, targets))
+        for each in optimizers:
+            each.step()
+    return model
+
+
+def line_search(cnb: Any, lab: Lab) -> nn.Module:
+    """Its closure is called as often as the losses ask for."""
+    model = lab.model()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+    model, optimizer = cnb.parallelize(model, optimizer)
+    for inputs, targets in lab.batches(2):
+
+        def again(inputs: Any = inputs, targets: Any = targets) -> Any:
+            optimizer.zero_grad()
+            return cnb.forward_backward(model, lab.loss_fn, inputs, targets)
+
+        lab.show("loss", optimizer.step(again))
+    return model
+
+
 PROGRAMS: list[Program] = [
     two_optimizers, optimizer_made_afterwards, state_from_before, weight_decay_groups, groups_made_afterwards,
     group_added_later, closure, state_goes_back, state_into_a_new_optimizer, learning_rate_by_hand, descent_by_hand,
-    optimizer_per_parameter,
+    optimizer_per_parameter, of_whole_matrices, line_search,
 ]  # fmt: skip

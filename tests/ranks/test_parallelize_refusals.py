@@ -70,8 +70,10 @@ def _bad_arguments() -> None:
     assert "not str" in refusal(cnb.parallelize, model, "adam")
     old = torch.optim.SGD(gpt().parameters())
     assert "holds none of the model's parameters" in refusal(cnb.parallelize, model, old)
-    both = torch.optim.SGD([*model.parameters(), *nn.Linear(2, 2).parameters()])
-    assert "holds 2 tensors that are no parameters of the model" in refusal(cnb.parallelize, model, both)
+    assert "holds none of the model's parameters" in refusal(cnb.parallelize, model, [old])
+    other = cnb.parallelize(nn.Linear(2, 2), strategy="dp=2")
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()])
+    assert "holds 2 parameters of another parallel model" in refusal(cnb.parallelize, model, both)
     assert "comes first" in refusal(cnb.forward_backward, model, loss_fn, INPUTS, TARGETS)
     assert "needs 4 engines, there are 2" in refusal(cnb.parallelize, model, None, "tp=4")
     assert "tp_size" in refusal(cnb.parallelize, model, None, "tp_size=2")
@@ -79,10 +81,15 @@ def _bad_arguments() -> None:
     assert "plan= is not built yet" in refusal(cnb.parallelize, model, None, "dp=2", {"*": "x"})
     for kind in ("LBFGS", "Muon", "Adafactor"):
         matrices = [p for p in model.parameters() if p.dim() == 2]
-        text = refusal(cnb.parallelize, model, getattr(torch.optim, kind)(matrices), "dp=2")
-        assert text.startswith(kind) and "AdamW" in text
-    assert "is not known to update every element" in refusal(cnb.parallelize, model, Own(model.parameters()), "dp=2")
-    cnb.parallelize(model, Same(model.parameters(), lr=0.1), "dp=2")
+        text = refusal(cnb.parallelize, model, getattr(torch.optim, kind)(matrices), "tp=2")
+        assert text.startswith(kind) and "AdamW" in text and "or dp alone" in text
+    sparse = torch.optim.SparseAdam(list(model.parameters()))
+    assert "sparse gradients, which are not summed" in refusal(cnb.parallelize, model, sparse, "dp=2")
+    own = Own(model.parameters())
+    assert "is not known to update every element" in refusal(cnb.parallelize, model, own, "tp=2")
+    pair = [own, Same(model.parameters(), lr=0.1)]
+    assert cnb.parallelize(model, pair, "dp=2") == (model, pair)
+    assert "is not known to update every element" in refusal(cnb.redistribute, model, None, "tp=2")
 
 
 class Own(torch.optim.SGD):

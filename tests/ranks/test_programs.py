@@ -46,7 +46,9 @@ ON_EIGHT = [
 # What is refused by one sentence: under which axes, and the words of it.
 REFUSED = {
     losses.loop_by_hand: ("pp", "with pp=2 the output of model(x) lies on the last stage"),
-    losses.trained_loss: ("dp pp", "the loss Tempered has trained parameters of its own"),
+    optimizers.of_whole_matrices: ("tp pp", "Muon makes each whole matrix orthogonal, so it cannot run on parts"),
+    optimizers.line_search: ("tp pp", "LBFGS searches along a direction made of all parameters at once, so it cannot"),
+    losses.trained_by_hand: ("pp", "with pp=2 the output of model(x) lies on the last stage"),
     hooks.backward_hook_around_blocks: ("pp", "a full backward hook is on blocks, whose parts are dealt to the stages"),
 }
 

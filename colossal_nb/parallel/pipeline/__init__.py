@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from colossal_nb.parallel.pipeline import backward_hooks
-from colossal_nb.parallel.pipeline.executor import Borders, Executor, Kept, LossOf, Microbatch
+from colossal_nb.parallel.pipeline.executor import Borders, Executor, Kept, Look, LossOf, Microbatch
 from colossal_nb.parallel.pipeline.first_step import FirstStep
 from colossal_nb.parallel.pipeline.messages import Mail
 from colossal_nb.parallel.pipeline.proof import Proof, prove
@@ -108,7 +108,11 @@ class Pipeline:
         backward_hooks.refuse_around(self.model, self.called, self.stage.modules)
 
     def run_step(
-        self, microbatches: Sequence[Microbatch], loss_of: LossOf[Kept], borders: Borders | None = None
+        self,
+        microbatches: Sequence[Microbatch],
+        loss_of: LossOf[Kept],
+        borders: Borders | None = None,
+        look: Look | None = None,
     ) -> list[Kept]:
         """Forward and backward of all microbatches under the schedule. Collective over pp.
 
@@ -117,24 +121,27 @@ class Pipeline:
         `.grad` of held parameters grows by the sum of the microbatches' gradients, unscaled; those of parameters that
         several stages hold are summed over these stages. `borders(number, site)`, if given, is called with site 0 at
         the start of a forward, 2u + 1 before and 2u + 2 after unit u, so that random states can be set.
+        `look`, if given, is called with the ends of the graph of each forward on other stages than the last.
 
         Raises RuntimeError, in the first step only, when a parameter that the proof saw trained gets no gradient.
         """
         if self.stepped or not microbatches:
-            return self._run_step(microbatches, loss_of, borders, None)
+            return self._run_step(microbatches, loss_of, borders, look, None)
         guard = FirstStep(self.model, self.parameters, self.proof.reached[self.number], self.called)
         with guard.watching():
-            return self._run_step(microbatches, guard.seeing(loss_of), borders, guard)
+            return self._run_step(microbatches, guard.seeing(loss_of), borders, look, guard)
 
     def _run_step(
         self,
         microbatches: Sequence[Microbatch],
         loss_of: LossOf[Kept],
         borders: Borders | None,
+        look: Look | None,
         guard: FirstStep | None,
     ) -> list[Kept]:
         orders = schedule(self.schedule, self.split.stages, len(microbatches))
         executor: Executor[Kept] = self._executor(microbatches, loss_of, borders)
+        executor.look = look
         with torch.enable_grad(), summed(self.parameters, self.split.holders, self.proof.used, self.mesh):
             kept = executor.run(orders[self.number])
             if guard is not None:

@@ -19,6 +19,7 @@ from colossal_nb.plan.schedule import Action
 Kept = TypeVar("Kept")
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 LossOf = Callable[[Any, int], tuple[torch.Tensor, Kept]]
+Look = Callable[[list[Any]], None]
 Borders = Callable[[int, int], None]  # (microbatch, site): see `stage.Border`
 
 
@@ -46,6 +47,7 @@ class Executor(Generic[Kept]):
         self.stage, self.split, self.number = stage, stage.split, stage.number
         self.mail, self.known = mail, known
         self.microbatches, self.loss_of, self.borders = microbatches, loss_of, borders
+        self.look: Look | None = None
         self.flights: dict[int, _Flight] = {}
         self.kept: list[Kept] = []
         self.sends = self.split.sends(self.number)
@@ -83,6 +85,8 @@ class Executor(Generic[Kept]):
                 loss, kept = self.loss_of(made.output, number)
                 self.kept.append(kept)
                 made.output = None
+            elif self.look is not None:
+                self.look([edge.node for edge in made.edges.values() if edge is not None])
         self.flights[number] = _Flight(made, loss)
         self._depart(key, specs, made)
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from colossal_nb.parallel.graph import leaves_below, nodes_of
 from colossal_nb.parallel.structure import leaves
 
 
@@ -46,7 +46,8 @@ class FirstStep:
         """`loss_of`, which first notes the parameters that the output was made from."""
 
         def seen(output: Any, number: int) -> Any:
-            self.read |= _parameters_below(leaves(output))
+            made = leaves(output)
+            self.read |= {*map(id, made), *leaves_below(nodes_of(made))}
             return loss_of(output, number)
 
         return seen
@@ -77,20 +78,3 @@ class FirstStep:
         while path and path not in self.known_calls:
             path = path.rpartition(".")[0]
         return self.model.get_submodule(path)
-
-
-def _parameters_below(tensors: list[torch.Tensor]) -> set[int]:
-    """The ids of the leaves whose gradients a backward from these tensors could reach."""
-    found = {id(tensor) for tensor in tensors}
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(id(leaf))
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return found

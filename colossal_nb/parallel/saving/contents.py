@@ -21,13 +21,14 @@ Optimizers = list[torch.optim.Optimizer]
 @dataclass(frozen=True, eq=False)
 class Contents:
     """`parameters`, `buffers` (those of the state_dict): each tensor once, under its first name. `aliases`: the other
-    names of tied ones."""
+    names of tied ones. `outside`: what the optimizers hold besides, numbered in their order."""
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     aliases: dict[str, str]
     optimizers: Optimizers
+    outside: dict[str, Tensor]
 
     @property
     def parallel(self) -> Parallel | None:
@@ -43,8 +44,8 @@ class Contents:
         return {*self.parameters, *self.buffers, *self.aliases}
 
     def name_of(self) -> dict[int, str]:
-        """Parameters by identity."""
-        return {id(p): name for name, p in self.parameters.items()}
+        """What optimizers hold, by identity."""
+        return {id(p): name for name, p in (*self.parameters.items(), *self.outside.items())}
 
 
 def contents(model: nn.Module, optimizer: Any) -> Contents:
@@ -54,9 +55,8 @@ def contents(model: nn.Module, optimizer: Any) -> Contents:
     parallel = find(model)
     if parallel is not None:
         require_cell(parallel)
-    given = as_list(optimizer)
-    for each in given:
-        rules.check(each, model, cut=False)
+    given = rules.as_list(optimizer)
+    rules.check(given, model)
     found: dict[int, str] = {}
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, Tensor] = {}
@@ -69,14 +69,9 @@ def contents(model: nn.Module, optimizer: Any) -> Contents:
         else:
             buffers[name] = tensor
         found.setdefault(id(tensor), name)
-    return Contents(model, parameters, buffers, aliases, given)
-
-
-def as_list(optimizer: Any) -> Optimizers:
-    """None, one optimizer or several, as a list."""
-    if optimizer is None:
-        return []
-    return list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    outside = [p for each in given for group in each.param_groups for p in group["params"] if id(p) not in found]
+    others = {f"outside of the model {number}": p for number, p in enumerate({id(p): p for p in outside}.values())}
+    return Contents(model, parameters, buffers, aliases, given, others)
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -30,7 +30,7 @@ class Draft:
 def draft_of(everything: Contents, extra: dict[str, Any], first: bool) -> Draft:
     """This rank's; `first`: whether it writes what all ranks have alike. Raises ValueError on what cannot be kept."""
     draft = Draft()
-    for name, tensor in everything.tensors.items():
+    for name, tensor in (*everything.tensors.items(), *everything.outside.items()):
         _add(draft, f"model.{name}", tensor, tensor, first)
     draft.plain = {
         "strategy": "" if everything.parallel is None else str(everything.parallel.strategy),

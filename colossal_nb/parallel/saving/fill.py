@@ -25,6 +25,8 @@ def fill(everything: Contents, content: dict[str, Any], reader: Reader, rank: in
             reader.into(p, f"model.{resolved(content, name)}", layout, rank)
     for name, buffer in everything.buffers.items():
         reader.into(buffer, f"model.{resolved(content, name)}", None, rank)  # every rank has all of it
+    for name, tensor in everything.outside.items():
+        reader.into(tensor, f"model.{name}", None, rank)
     for optimizer, saved in zip(everything.optimizers, content["optimizers"], strict=False):
         _fill_optimizer(optimizer, everything, saved, content, reader, rank)
     return extra

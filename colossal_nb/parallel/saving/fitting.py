@@ -64,6 +64,10 @@ def _optimizers(content: dict[str, Any], everything: Contents) -> list[str]:
             continue
         groups = [[everything.name_of()[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         wrong += _groups(content, kind, [group["parameters"] for group in there["groups"]], groups)
+    for name, p in everything.outside.items():
+        stored = content["tensors"].get(f"model.{name}")
+        if stored is not None and stored["shape"] != _shape(p):
+            wrong.append(f"{name} is {stored['shape']} in the checkpoint and {_shape(p)} in the optimizer")
     return wrong
 
 

@@ -18,6 +18,7 @@ from colossal_nb.parallel.handle import Parallel, require, tell, text
 from colossal_nb.parallel.losses import check
 from colossal_nb.parallel.outcome import alike
 from colossal_nb.parallel.outputs import LossFn
+from colossal_nb.parallel.outside import lent
 from colossal_nb.parallel.saving import rng
 from colossal_nb.parallel.step import forward_backward
 from colossal_nb.parallel.tensor.proof import aside
@@ -63,7 +64,7 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
     begun = time.perf_counter()
     parts = parallel.replicas * parallel.microbatches if keeps_statistics(model) else 1
     program = Sequential(loss_fn, inputs, targets, parts, parallel.calls)
-    with untouched(parallel):
+    with untouched(parallel), lent(program.outside(parallel).values()):
         return _verify(parallel, program, steps, begun)
 
 
@@ -96,11 +97,20 @@ def _compared(parallel: Parallel, program: Sequential, steps: int) -> tuple[list
     """Every row, notes, and what forward_backward has compared by itself. Collective."""
     twin, whole = parallel_twin(parallel), sequential_twin(parallel)
     rows, said = start(parallel, whole)
-    random = rng.states()
-    expected = alike(lambda: Trained() if whole is None else program.train(whole, steps), parallel.group(), "verify")
+    random, others = rng.states(), program.outside(parallel)
+    if whole is not None:
+        whole.outside = others
+    with lent(others.values(), "cpu"):
+        expected = alike(
+            lambda: Trained() if whole is None else program.train(whole, steps), parallel.group(), "verify"
+        )
     rng.restore(random)
-    found = _train(twin, program, steps, objects.broadcast(expected.rate, parallel.group(), WAITS, "verify"))
-    sides = compare.Sides(twin.parallel, band_of(parallel), expected, found)
+    told = expected.rate, [name for name in others if expected.gradients.get(name) is not None]
+    rate, reached = objects.broadcast(told, parallel.group(), WAITS, "verify")
+    twin.outside = {name: others[name] for name in reached}
+    with lent(others.values()):
+        found = _train(twin, program, steps, rate)
+    sides = compare.Sides(twin.parallel, twin.parameters, band_of(parallel), expected, found)
     rows += [compare.losses(sides), *compare.gradients(sides), *compare.statistics(sides), *compare.weights(sides)]
     return rows, said, twin.parallel.compared
 

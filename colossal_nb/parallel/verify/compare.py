@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,11 @@ Expected = tuple[Tensor, "float | Tensor", Tensor]  # value, size, what it is a 
 
 @dataclass(frozen=True)
 class Sides:
-    """Both programs' results on this rank; `expected` is empty but on the first rank of the group."""
+    """Both programs' results on this rank; `expected` is empty but on the first rank of the group. `parameters`: the
+    model's, and what is trained outside it."""
 
     parallel: Parallel
+    parameters: Mapping[str, Tensor]
     band: Band
     expected: Trained
     found: Trained
@@ -45,13 +47,13 @@ class Sides:
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor that lies as the parameter does."""
-        layout = layout_of(self.parallel.parameters[name])
+        layout = layout_of(self.parameters[name])
         part = whole if layout is None else local_part(whole, layout, self.parallel.rank)
         assert part is not None
         return part
 
     def held(self, name: str) -> bool:
-        return holds(self.parallel.parameters[name], self.parallel.rank)
+        return holds(self.parameters[name], self.parallel.rank)
 
 
 def losses(sides: Sides) -> Row:
@@ -102,7 +104,7 @@ def weights(sides: Sides) -> list[Row]:
 
 def _rows(sides: Sides, what: str, allowed: float) -> list[Row]:
     mine: dict[str, float] = {}
-    for name, expected in _each(sides, what, list(sides.parallel.parameters)):
+    for name, expected in _each(sides, what, list(sides.parameters)):
         if expected is not None and sides.held(name):
             value, size, _ = expected
             size = sides.part(name, size) if isinstance(size, Tensor) else size
@@ -111,14 +113,14 @@ def _rows(sides: Sides, what: str, allowed: float) -> list[Row]:
     ranks = sides.parallel.group().ranks
     wrong = {
         name: tuple(rank for rank, each in zip(ranks, told, strict=True) if not each.get(name, 0.0) <= allowed)
-        for name in sides.parallel.parameters
+        for name in sides.parameters
     }
     failed = [name for name, where in wrong.items() if where]
     explained = _explained(sides, what, failed[-MOST_EXPLAINED:])
     return [
         Row(what, name, _largest([each[name] for each in told if name in each]), allowed, wrong[name],
             explained.get(name, ""))
-        for name in sides.parallel.parameters
+        for name in sides.parameters
         if any(name in each for each in told)
     ]  # fmt: skip
 
@@ -141,7 +143,7 @@ def _portions(sides: Sides, names: list[str]) -> Iterator[list[str]]:
     some: list[str] = []
     size_bytes = 0
     for name in names:
-        more = whole_bytes(sides.parallel.parameters[name])
+        more = whole_bytes(sides.parameters[name])
         if some and size_bytes + more > PORTION_BYTES:
             yield some
             some, size_bytes = [], 0
@@ -174,7 +176,7 @@ def _explained(sides: Sides, what: str, names: list[str]) -> dict[str, str]:
         if sides.held(name):
             start = sides.part(name, before) if before.dim() else before
             change = _found(sides, what, name, value) - start
-            p = sides.parallel.parameters[name]
+            p = sides.parameters[name]
             facts = facts_of(change, value - before, p, sides.band.close)
         every = objects.all_gather(facts, sides.parallel.group(), "verify")
         ranks = sides.parallel.group().ranks

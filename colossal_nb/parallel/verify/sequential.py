@@ -15,6 +15,7 @@ from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.losses import Part, own_loss, value_of
 from colossal_nb.parallel.outputs import LossFn
+from colossal_nb.parallel.outside import known
 from colossal_nb.parallel.step import measured
 from colossal_nb.parallel.unread import whole
 from colossal_nb.parallel.verify.twins import Twin
@@ -56,6 +57,11 @@ class Sequential:
             return AT_ONCE
         return f"one rank with the same {self.parts} microbatches, because the model keeps statistics of a batch"
 
+    def outside(self, parallel: Parallel) -> dict[str, Tensor]:
+        """What may be trained outside the model."""
+        found = known(parallel, self.loss_fn).items()
+        return {f"{name} (outside the model)": p for name, p in found if p.requires_grad}
+
     def forward_backward(self, twin: Twin, step: int) -> float:
         """The loss of the batch; adds its gradients to `.grad`."""
         own, model = twin.parallel, twin.model
@@ -64,7 +70,7 @@ class Sequential:
         with torch.enable_grad(), own.precision.working(own), masks:
             if self.parts == 1:
                 return self._at_once(own, inputs, targets, step)
-            return self._in_parts(own, pieces(inputs, targets, 1, self.parts, 0), step)
+            return self._in_parts(twin, pieces(inputs, targets, 1, self.parts, 0), step)
 
     def _at_once(self, own: Parallel, inputs: Any, targets: Any, step: int) -> float:
         """As it is written without us."""
@@ -86,8 +92,9 @@ class Sequential:
         with own.precision.installed(), own.precision.own_losses() if self.loss_fn is None else nullcontext():
             return own.model(*args, **kwargs)
 
-    def _in_parts(self, own: Parallel, parts: list[Piece], step: int) -> float:
+    def _in_parts(self, twin: Twin, parts: list[Piece], step: int) -> float:
         """Sums of the parts, divided by the sum of their counts at the end."""
+        own = twin.parallel
         samples, done = sum(piece.samples for piece in parts), list[Part]()
         for piece in parts:
             with CountingMeans() if self.loss_fn is None else nullcontext() as means:
@@ -100,7 +107,7 @@ class Sequential:
                 result.backward()
             done.append(result.detached())
         count = sum(part.count for part in done)
-        for p in own.parameters.values():
+        for p in twin.parameters.values():
             if p.grad is not None and count:
                 p.grad.div_(count)
         return sum(part.sum for part in done) / count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,18 +26,19 @@ WAITS = 0  # index in the group of the rank that runs the sequential program whi
 @dataclass
 class Twin:
     """A program of its own, with what `parallelize` knows of its model; the sequential one's model itself carries
-    nothing of it."""
+    nothing of it. `outside`: what it trains outside the model, which is the user's own, lent to it."""
 
     parallel: Parallel
     optimizers: Optimizers
+    outside: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
         return self.parallel.model
 
     @property
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return self.parallel.parameters
+    def parameters(self) -> dict[str, Tensor]:
+        return {**self.parallel.parameters, **self.outside}
 
     def zero_grad(self) -> None:
         for p in self.parameters.values():
@@ -168,19 +169,23 @@ def _own_states(optimizer: torch.optim.Optimizer, parallel: Parallel) -> States:
 def _like(
     optimizer: torch.optim.Optimizer, parallel: Parallel, parameters: dict[str, nn.Parameter], states: States
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same kind and settings for other parameters of the same names, without hooks of anybody."""
+    """An optimizer of the same kind and settings for other parameters of the same names, without hooks of anybody.
+
+    What it holds outside the model it goes on holding, with a copy of the state.
+    """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     for key in [key for key in twin.__dict__ if key.endswith("_hooks")]:
         twin.__dict__[key] = OrderedDict()
     twin.__dict__.pop("step", None)  # a learning rate scheduler counts the calls there
-    name_of = {p: name for name, p in parallel.parameters.items()}
+    other = {p: parameters[name] for name, p in parallel.parameters.items()}
     twin.param_groups = [
         {
-            key: [parameters[name_of[p]] for p in value] if key == "params" else copy.deepcopy(value)
+            key: [other.get(p, p) for p in value] if key == "params" else copy.deepcopy(value)
             for key, value in group.items()
         }
         for group in optimizer.param_groups
     ]
     twin.state = defaultdict(dict, {parameters[name]: state for name, state in states.items()})
+    twin.state |= {p: copy.deepcopy(state) for p, state in optimizer.state.items() if p not in other}
     return twin
