@@ -59,6 +59,7 @@ class Outside:
     deep: bool
     strays: dict[int, Tensor] = field(default_factory=dict)
     inside: dict[int, Tensor] = field(default_factory=dict)
+    _before: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     @classmethod
     def of(cls, parallel: Parallel, loss_fn: Any, batch: Any) -> Outside:
@@ -69,6 +70,13 @@ class Outside:
         given = [each for each in leaves(batch) if each.requires_grad and each.is_leaf]
         tensors = known(parallel, loss_fn) | {f"tensor {number} of the batch": x for number, x in enumerate(given)}
         return cls(parallel, tensors, given, parts, _kind(parallel, loss_fn) not in parallel.explored)
+
+    def __enter__(self) -> None:
+        """Inside are the backwards; an error leaves strays without a gradient of it."""
+
+    def __exit__(self, *_: object) -> None:
+        for leaf, grad in self._before:
+            leaf.grad = grad
 
     def look(self, loss: Tensor, output: Any) -> None:
         """At the graph of one part's loss, and in the first steps at that of the model below its output."""
@@ -96,7 +104,10 @@ class Outside:
             self.inside |= {key: leaf for key, leaf in others.items() if key not in given}
         if of_model or self.parts > 1 or self.parallel.pipeline is not None:
             known = {id(p) for p in self.tensors.values()}
-            self.strays |= {key: leaf for key, leaf in others.items() if key not in known}
+            for key in others.keys() - known - self.strays.keys():
+                leaf = self.strays[key] = others[key]
+                self._before.append((leaf, leaf.grad))
+                leaf.grad = None
 
     @cached_property
     def _own(self) -> set[int]:

@@ -121,7 +121,7 @@ def forward_backward(
     held = [*parallel.held().values(), *others.tensors.values()]
     owners = kept.owners(model)
     statistics = Statistics(parallel, owners)
-    with kept.buffers(parallel, owners), gradients.kept_apart(held):
+    with kept.buffers(parallel, owners), others, gradients.kept_apart(held):
         unit = _unit(parallel, targets if loss_fn is not None else _labels(inputs))
         keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples) else ""
         done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, others, unit, statistics), data)

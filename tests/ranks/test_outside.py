@@ -46,10 +46,12 @@ class Plain:
 class Hidden:
     """Nothing shows what it keeps."""
 
-    __slots__ = ("scale",)
-
     def __init__(self) -> None:
-        self.scale = scale_of()
+        self.at = [scale_of()].__getitem__
+
+    @property
+    def scale(self) -> nn.Parameter:
+        return self.at(0)
 
     def __call__(self, out: Tensor, targets: Tensor) -> Tensor:
         return scaled_loss(out, targets, self.scale)
@@ -103,7 +105,12 @@ def found_and_refused(strategy: str) -> tuple[str, str, str]:
     odd = scale_of(1.0 + World.current().rank)
     differs = text_of(cnb.forward_backward, model, partial(scaled_loss, scale=odd), INPUTS, TARGETS)
     low = cnb.parallelize(gpt().float(), strategy=f"{strategy} precision=fp16")
-    unknown = text_of(cnb.forward_backward, low, with_global, INPUTS, TARGETS)
+    narrow = nn.Parameter(torch.tensor(1.3))
+    loss = partial(scaled_loss, scale=narrow)
+    unknown = text_of(cnb.forward_backward, low, loss, INPUTS, TARGETS)
+    cnb.parallelize(low, torch.optim.SGD([*low.parameters(), narrow], lr=0.0))
+    cnb.forward_backward(low, loss, INPUTS, TARGETS)
+    torch.testing.assert_close(narrow.grad, expected.float(), rtol=1e-2, atol=0)
     return lost, differs, unknown
 
 
@@ -113,7 +120,7 @@ def test_found_wherever_a_loss_keeps_it_or_refused(ranks: Any, strategy: str) ->
         assert lost.startswith("the loss trains a tensor [], which is no parameter of the model, in no optimizer that")
         assert "put it into an optimizer before parallelize" in lost
         assert differs.startswith("the loss trains scale, whose values on rank 1 differ from the others'")
-        assert "SHARED, which the loss trains, is in no optimizer that parallelize knows" in unknown
+        assert "scale, which the loss trains, is in no optimizer that parallelize knows" in unknown
 
 
 def inside_the_model(strategy: str) -> Any:
