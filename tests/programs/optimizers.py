@@ -185,7 +185,7 @@ def of_whole_matrices(cnb: Any, lab: Lab) -> nn.Module:
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     ids = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in ids]
-    optimizers = [torch.optim.Muon(matrices, lr=LR), torch.optim.Adafactor(rest, lr=LR)]
+    optimizers = [torch.optim.Muon(matrices, lr=LR), torch.optim.Adafactor(rest, lr=LR, eps=(1e-5, 1e-3))]
     model, optimizers = cnb.parallelize(model, optimizers)
     for inputs, targets in lab.batches():
         for each in optimizers:
