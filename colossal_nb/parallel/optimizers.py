@@ -36,7 +36,7 @@ def check(optimizer: Any, model: nn.Module, mesh: Mesh | None = None) -> None:
 
     Beside the model's parameters it may hold others, of the loss; of several one may hold those alone.
     """
-    given = as_list(optimizer)
+    given: list[Any] = as_list(optimizer)
     for each in given:
         if not isinstance(each, torch.optim.Optimizer):
             hint = ""

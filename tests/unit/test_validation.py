@@ -123,7 +123,7 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda _: cnb.recover(3), "the first argument is the model"),
     (lambda _: cnb.parallelize(GPT), r"not the class GPT: give GPT\(...\)"),
     (lambda _: cnb.parallelize(MLP(3, 4, 5), torch.optim.SGD), r"make one, SGD\(model.parameters\(\), ...\)"),
-    (lambda _: cnb.parallelize(MLP(3, 4, 5), []), r"one at a time, cnb.parallelize\(model, first\)"),
+    (lambda _: cnb.parallelize(MLP(3, 4, 5), ["adam"]), "optimizer must be a torch.optim.Optimizer, not str"),
     (lambda _: cnb.corpus.batches("3", 4, 5), "count='3'"),
     (lambda _: cnb.corpus.batches(3, 4.5, 5), "batch_size=4.5"),
     (lambda _: cnb.corpus.batches(3, 4, 5, seed="a"), "seed='a'"),
