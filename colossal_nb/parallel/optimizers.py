@@ -61,15 +61,18 @@ def check(optimizer: Any, model: nn.Module, mesh: Mesh | None = None) -> None:
         )
     if mesh is not None:
         for each in given:
-            _require_able(each, mesh)
+            require_able(each, mesh)
 
 
 def _count(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
-def _require_able(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Under dp alone every rank has whole weights and whole gradients, so that any optimizer is right."""
+def require_able(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Raise ValueError for an optimizer that cannot update parts of tensors, where a mesh makes parts.
+
+    Under dp alone every rank has whole weights and whole gradients, so that any is right.
+    """
     kind = type(optimizer)
     if kind.__name__ == "SparseAdam" and mesh.size > 1:
         raise ValueError("SparseAdam takes sparse gradients, which are not summed over ranks here: take Adam")

@@ -54,7 +54,9 @@ def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | s
         )
     wanted = chosen(strategy, World.current())
     given = optimizers.as_list(optimizer)
-    optimizers.check(list({id(each): each for each in (*parallel.optimizers, *given)}.values()), model, wanted.mesh())
+    optimizers.check(given, model, wanted.mesh())
+    for each in parallel.optimizers:
+        optimizers.require_able(each, wanted.mesh())
     if parallel.accumulating:
         raise ValueError("redistribute inside accumulate(model): the calls so far belong to one reduction; do it after")
     require_whole(parallel)
