@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from colossal_nb.parallel.handle import holds
 from colossal_nb.parallel.layouts import layout_of
@@ -22,6 +24,7 @@ _REASONS = {
     "Adafactor": "keeps row and column sums of each whole matrix",
     "Muon": "makes each whole matrix orthogonal",
 }
+_BY_TENSOR = ("Adafactor", "Muon")
 
 
 def as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -69,9 +72,10 @@ def _count(optimizer: torch.optim.Optimizer) -> int:
 
 
 def require_able(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Raise ValueError for an optimizer that cannot update parts of tensors, where a mesh makes parts.
+    """Raise ValueError for an optimizer that cannot update parts of a model, where a mesh makes parts.
 
-    Under dp alone every rank has whole weights and whole gradients, so that any is right.
+    Under dp alone every rank has whole weights and whole gradients, so that any is right; without tp every tensor is
+    whole. A class of the user's says that it updates every element by itself with `elementwise = True`.
     """
     kind = type(optimizer)
     if kind.__name__ == "SparseAdam" and mesh.size > 1:
@@ -79,12 +83,32 @@ def require_able(optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
     if mesh.size == mesh.axis_size("dp"):
         return
     known = [getattr(torch.optim, name) for name in ELEMENTWISE if hasattr(torch.optim, name)]
-    if any(issubclass(kind, each) and kind.step is each.step for each in known):
+    if any(issubclass(kind, each) and kind.step is each.step for each in known) or getattr(kind, "elementwise", False):
         return
-    why = _REASONS.get(kind.__name__, "is not known to update every element by itself, as a shard of a tensor needs")
+    by_tensor = kind in [getattr(torch.optim, name, None) for name in _BY_TENSOR]
+    if by_tensor and mesh.size == mesh.axis_size("dp") * mesh.axis_size("pp"):
+        return
+    why, hint = _REASONS.get(kind.__name__), ""
+    if why is None:
+        why = "is not known to update every element by itself, as a part of a model needs"
+        hint = f". If it does (no norm of a tensor, no sum over several), say so: {kind.__name__}.elementwise = True"
     raise ValueError(
-        f"{kind.__name__} {why}, so it cannot run on parts of tensors: take {', '.join(ELEMENTWISE)}, or dp alone"
+        f"{kind.__name__} {why}, so it cannot run under tp{'' if by_tensor else ' or pp'}: take "
+        f"{', '.join(ELEMENTWISE)}, or dp alone{hint}"
     )
+
+
+@functools.cache
+def watch() -> None:
+    """From now on also an optimizer that nobody gave to parallelize is asked whether it is able, as it steps."""
+    register_optimizer_step_pre_hook(_require_able_now)
+
+
+def _require_able_now(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    layout = next((layout for p in held if (layout := layout_of(p)) is not None), None)
+    if layout is not None:
+        require_able(optimizer, layout.mesh)
 
 
 def shapes(optimizer: torch.optim.Optimizer | None) -> dict[int, torch.Size]:

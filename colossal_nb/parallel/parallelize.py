@@ -102,6 +102,7 @@ def _set_up(parallel: Parallel, optimizer: Optimizers) -> None:
     state.show_layouts()
     clip.install(parallel)
     drawing.install()
+    optimizers.watch()
     memory.watch(parallel)
     for each in parallel.optimizers:
         events.watch(parallel, each)

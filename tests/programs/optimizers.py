@@ -182,11 +182,24 @@ def optimizer_per_parameter(cnb: Any, lab: Lab) -> nn.Module:
 def of_whole_matrices(cnb: Any, lab: Lab) -> nn.Module:
     """Optimizers that look at a matrix as a whole, given as a list."""
     model = lab.model()
+    model, optimizers = cnb.parallelize(model, _of_whole_matrices(model))
+    return _stepped_together(cnb, lab, model, optimizers)
+
+
+def of_whole_matrices_made_afterwards(cnb: Any, lab: Lab) -> nn.Module:
+    """Nobody gives them to parallelize."""
+    model = cnb.parallelize(lab.model())
+    return _stepped_together(cnb, lab, model, _of_whole_matrices(model))
+
+
+def _of_whole_matrices(model: nn.Module) -> list[Any]:
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     ids = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in ids]
-    optimizers = [torch.optim.Muon(matrices, lr=LR), torch.optim.Adafactor(rest, lr=LR, eps=(1e-5, 1e-3))]
-    model, optimizers = cnb.parallelize(model, optimizers)
+    return [torch.optim.Muon(matrices, lr=LR), torch.optim.Adafactor(rest, lr=LR, eps=(1e-5, 1e-3))]
+
+
+def _stepped_together(cnb: Any, lab: Lab, model: nn.Module, optimizers: list[Any]) -> nn.Module:
     for inputs, targets in lab.batches():
         for each in optimizers:
             each.zero_grad()
@@ -214,5 +227,5 @@ def line_search(cnb: Any, lab: Lab) -> nn.Module:
 PROGRAMS: list[Program] = [
     two_optimizers, optimizer_made_afterwards, state_from_before, weight_decay_groups, groups_made_afterwards,
     group_added_later, closure, state_goes_back, state_into_a_new_optimizer, learning_rate_by_hand, descent_by_hand,
-    optimizer_per_parameter, of_whole_matrices, line_search,
+    optimizer_per_parameter, of_whole_matrices, of_whole_matrices_made_afterwards, line_search,
 ]  # fmt: skip

@@ -46,7 +46,8 @@ ON_EIGHT = [
 # What is refused by one sentence: under which axes, and the words of it.
 REFUSED = {
     losses.loop_by_hand: ("pp", "with pp=2 the output of model(x) lies on the last stage"),
-    optimizers.of_whole_matrices: ("tp pp", "Muon makes each whole matrix orthogonal, so it cannot run on parts"),
+    optimizers.of_whole_matrices: ("tp", "Muon makes each whole matrix orthogonal, so it cannot run under tp: take"),
+    optimizers.of_whole_matrices_made_afterwards: ("tp", "Muon makes each whole matrix orthogonal"),
     optimizers.line_search: ("tp pp", "LBFGS searches along a direction made of all parameters at once, so it cannot"),
     losses.trained_by_hand: ("pp", "with pp=2 the output of model(x) lies on the last stage"),
     hooks.backward_hook_around_blocks: ("pp", "a full backward hook is on blocks, whose parts are dealt to the stages"),

@@ -1,6 +1,7 @@
 """What the README lists is what there is."""
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import colossal_nb
@@ -32,3 +33,9 @@ def test_what_is_not_built_is_said():
                 assert f"`{choice}`" in missing
             if name == "schedule" and choice in built:
                 assert f"`{choice}`" not in missing
+
+
+def test_the_programs_that_are_compared_are_as_many_as_it_says():
+    files = [path.stem for path in (Path(__file__).parents[1] / "programs").glob("[a-z]*.py")]
+    count = sum(len(import_module(f"programs.{name}").PROGRAMS) for name in files if name != "transformers_models")
+    assert f"holds {count} training programs" in README
