@@ -175,3 +175,28 @@ def lonely(path: Path) -> str:
 
 def test_not_inside_accumulate(ranks: Any, tmp_path: Path) -> None:
     assert "save after it" in ranks(2).run(lonely, tmp_path / "run")[1]
+
+
+def torn(path: Path, strategy: str) -> tuple[str, bool]:
+    """What is said of a loop that moves a replicated weight by rank, and whether a file was written."""
+    model, optimizer = setup(strategy)
+    model.blocks[0].norm_1.weight.grad.mul_(1 + World.current().rank)
+    optimizer.step()
+    try:
+        cnb.save(path, model, optimizer)
+    except ValueError as error:
+        if strategy == "dp=2":
+            cnb.recover(model)
+            cnb.save(path.with_name("whole"), model, optimizer)
+        return str(error), path.exists()
+    return "", path.exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "advice"), [("dp=2", "cnb.recover(model) gives all ranks"), ("tp=2", "run the cell that makes")]
+)
+def test_torn_replicas_are_not_saved(ranks: Any, tmp_path: Path, strategy: str, advice: str) -> None:
+    for said, written in ranks(2).run(torn, tmp_path / "run", strategy):
+        assert "replicas of blocks.0.norm_1.weight differ between ranks 0 and 1 (by " in said
+        assert advice in said
+        assert not written

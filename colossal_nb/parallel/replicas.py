@@ -1,0 +1,129 @@
+"""Whether ranks that should hold the same weights do: one pass over the local weights, one small exchange.
+
+A program that changes gradients or weights by rank tears the replicas, and nothing in a step would show it. On the CPU
+equal replicas are equal bit by bit; other devices may add up in another order on every rank, which is rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from colossal_nb.parallel import objects, trouble
+from colossal_nb.parallel.batch import checksum, ranks_text
+from colossal_nb.parallel.handle import Parallel, holds
+from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.plan import On, Replicate
+
+SAMPLED = 1 << 12  # elements of a tensor by which the size of a difference is judged
+ROUNDING = 64  # units in the last place of the largest entry, on devices whose sums have no fixed order
+MOST_ROUNDING = 1e-2
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Replicas of one tensor that differ: on `ranks` from those on `first`, by a part of its size."""
+
+    name: str
+    first: int
+    ranks: tuple[int, ...]
+    difference: float
+
+    def __str__(self) -> str:
+        size = f" (by {self.difference:.1e} of its size)" if self.difference else ""
+        return f"replicas of {self.name} differ between {ranks_text(sorted((self.first, *self.ranks)))}{size}"
+
+
+def require_alike(parallel: Parallel) -> None:
+    """Raise ValueError on all ranks alike where replicas differ, naming the first parameter. Collective."""
+    found = differing(parallel)
+    if found:
+        replica = [parallel.mesh.coordinate(rank)["dp"] for each in found for rank in each.ranks]
+        parallel.torn = sentence(found)
+        parallel.source = 0 if parallel.replicas > 1 and 0 not in replica else None
+        trouble.settle(parallel)
+
+
+def sentence(found: list[Apart]) -> str:
+    """What differs, and what that comes from."""
+    more = f", so do those of {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{found[0]}{more}: something in the program changes gradients, weights or optimizer states by rank"
+
+
+def differing(parallel: Parallel) -> list[Apart]:
+    """In the model's order, the same on all ranks. Collective."""
+    group = parallel.group()
+    if group.size == 1:
+        return []
+    own = dict(_copied(parallel))
+    sums = {name: checksum([tensor]) for name, tensor in own.items()}
+    told: list[dict[str, int]] = objects.all_gather(sums, group, "replicas")
+    odd = _odd(parallel, dict(zip(group.ranks, told, strict=True)))
+    if not odd:
+        return []
+    samples: list[dict[str, Tensor]] = objects.all_gather(
+        {name: _sample(own[name]) for name in odd if name in own}, group, "replicas"
+    )
+    by_rank, found = dict(zip(group.ranks, samples, strict=True)), []
+    for name, (first, ranks) in odd.items():
+        size = max(float(by_rank[first][name].abs().max()), torch.finfo(torch.float32).tiny)
+        difference = max(float((by_rank[rank][name] - by_rank[first][name]).abs().max()) / size for rank in ranks)
+        if parallel.device == "cpu" or not difference <= _rounding(parallel, name):
+            found.append(Apart(name, first, tuple(ranks), difference))
+    return found
+
+
+def _odd(parallel: Parallel, sums: dict[int, dict[str, int]]) -> dict[str, tuple[int, list[int]]]:
+    """By name: the first of two ranks that should hold the same, and those that hold something else."""
+    odd: dict[str, tuple[int, list[int]]] = {}
+    for name in dict.fromkeys(name for each in sums.values() for name in each):
+        first: dict[tuple[int, ...], int] = {}
+        for rank in (rank for rank, each in sums.items() if name in each):
+            other = first.setdefault(_part(parallel, name, rank), rank)
+            if sums[rank][name] != sums[other][name] and odd.setdefault(name, (other, []))[0] == other:
+                odd[name][1].append(rank)
+    return odd
+
+
+def _copied(parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
+    """What this rank holds and another too."""
+    for name, p in parallel.parameters.items():
+        if holds(p, parallel.rank) and p.numel() and _has_copies(parallel, p):
+            yield name, p.detach()
+    for number, tensor in enumerate(parallel.outside):
+        yield f"tensor {number} outside the model", tensor.detach()
+
+
+def _has_copies(parallel: Parallel, p: Tensor) -> bool:
+    layout = layout_of(p)
+    if layout is None:
+        return True
+    pairs = zip(layout.mesh.axes, layout.placements, strict=True)
+    return any(
+        bool(each.copies) if isinstance(each, On) else isinstance(each, Replicate) and parallel.mesh.axis_size(axis) > 1
+        for axis, each in pairs
+    )
+
+
+def _part(parallel: Parallel, name: str, rank: int) -> tuple[int, ...]:
+    """Equal for ranks that hold the same part: the coordinates along the axes that cut the tensor."""
+    layout = layout_of(parallel.parameters[name]) if name in parallel.parameters else None
+    if layout is None:
+        return ()
+    place = layout.mesh.coordinate(rank)
+    pairs = zip(layout.mesh.axes, layout.placements, strict=True)
+    return tuple(place[axis] for axis, each in pairs if not isinstance(each, Replicate | On))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    flat = tensor.reshape(-1)
+    return flat[:: -(-flat.numel() // SAMPLED)].cpu().double()
+
+
+def _rounding(parallel: Parallel, name: str) -> float:
+    p = parallel.parameters.get(name)
+    kind = torch.float32 if p is None or not p.is_floating_point() else p.dtype
+    return min(ROUNDING * torch.finfo(kind).eps, MOST_ROUNDING)
