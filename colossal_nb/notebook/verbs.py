@@ -45,7 +45,7 @@ def status(notebook: Notebook, arguments: VerbArguments) -> None:
     for death in state.deaths[state.told:]:
         lost[death.how].append(death.rank)
     for how, ranks in lost.items():
-        say(notebook.page, f"{named(sorted(set(ranks)))} {'was' if len(ranks) == 1 else 'were'} lost: {how}")
+        say(notebook.page, f"{named(sorted(set(ranks)))} {'was' if len(set(ranks)) == 1 else 'were'} lost: {how}")
     if state.told:
         say(notebook.page, f"{state.told} process{'es' * (state.told > 1)} ended before the last cell or restart")
 
