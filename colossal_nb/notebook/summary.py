@@ -72,7 +72,8 @@ def _more_microbatches(run: Run) -> str:
         more *= 2
     if more == count:
         return ""
-    return f" (microbatches={more} would give {percent((stages - 1) / (more + stages - 1))})"
+    share = percent((stages - 1) / (more + stages - 1))
+    return f" (microbatches={more} would give {share}, if the batch has as many samples)"
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> dict[str, str]:

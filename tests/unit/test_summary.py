@@ -42,7 +42,7 @@ def pipeline(microbatches: int = 4) -> Record:
 def test_a_pipeline_cell() -> None:
     line = summary.line(run_of(pipeline(), Strategy(pp=2, microbatches=4)))
     assert line == ("2 engines, pp=2 microbatches=4 | 3.2 s | bubble 20% | sent 3.0 MiB | "
-                    "limited by: pipeline bubble (microbatches=16 would give 6%)")
+                    "limited by: pipeline bubble (microbatches=16 would give 6%, if the batch has as many samples)")
 
 
 def test_no_more_microbatches_are_proposed_than_the_batch_has_samples() -> None:
