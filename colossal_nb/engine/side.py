@@ -146,6 +146,7 @@ class Side(threading.Thread):
             lives = {int(rank): int(life) for rank, life in body.get("lives", {}).items()}
             self.world.regroup(body["epoch"], tuple(body["ranks"]), lives=lives)
             self._store.renew()
+            self.world.tell_positions()
             self._recorder.forget_open()
             self.world.interrupted = False
             self._reason = ""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from colossal_nb.parallel import trouble
 from colossal_nb.parallel.handle import Parallel, require_whole
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.plan import On, Replicate, Shard
@@ -48,6 +49,9 @@ class TotalNorm:
         if parallel is None:
             result: Tensor = self.local(given, norm_type, error_if_nonfinite, foreach)
             return result
+        trouble.look(parallel)
+        if given and all(p.grad is None for p in (*parallel.parameters.values(), *parallel.outside)):
+            given = []  # the look has dropped what some ranks had alone, and these are here with nothing
         return total_norm(parallel, given, float(norm_type), error_if_nonfinite)
 
     def _owner(self, given: list[Tensor]) -> Parallel | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from colossal_nb.parallel import loss_scale, memory
+from colossal_nb.parallel import loss_scale, memory, trouble
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.world import World
 from colossal_nb.record.recorder import Recorder, Token
@@ -17,6 +17,7 @@ def begin(parallel: Parallel) -> None:
     world = World.current()
     world.model = parallel
     world.stopping.seen()
+    parallel.end_step()
     parallel.steps.entered = parallel.calls + 1
     if parallel.calls_in_step == 0:
         world.recorder.mark(parallel.step, "begin")
@@ -39,7 +40,10 @@ def running_step() -> int:
 
 
 def watch(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
-    """Let every step() of the optimizer write its slice and end the step."""
+    """Let every step() of the optimizer write its slice and end the step, and refuse torn weights.
+
+    An update is over before the user's post-hooks run: what cuts these short leaves the weights of a whole step.
+    """
     opened: list[tuple[Recorder, Token]] = []
     number = parallel.optimizers.index(optimizer)
 
@@ -48,21 +52,30 @@ def watch(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
             recorder, token = opened.pop()
             recorder.end(token)
 
+    def check(*_: Any) -> None:
+        trouble.look(parallel)
+
     def before(*_: Any) -> None:
         close()  # of a step that an error or an interrupt has ended
+        parallel.end_step()
         recorder = World.current().recorder
         opened.append((recorder, recorder.begin("optimizer")))
         parallel.steps.begin(number, optimizer)
 
+    def over(*_: Any) -> None:
+        parallel.steps.finish(number, optimizer)
+
     def after(*_: Any) -> None:
-        parallel.steps.finish(number)
+        parallel.steps.close(number, optimizer)
         close()
         recorder = World.current().recorder
         recorder.mark(parallel.step, "end")
         memory.stepped(parallel, optimizer)
-        parallel.step += 1
-        parallel.calls_in_step = 0
+        parallel.end_step()
 
+    optimizer.register_step_pre_hook(check)
     loss_scale.watch(parallel, optimizer)
     optimizer.register_step_pre_hook(before)
+    first = optimizer.register_step_post_hook(over)
+    optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(after)

@@ -17,7 +17,7 @@ from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.origin import Origin
 from colossal_nb.parallel.precision import Precision
-from colossal_nb.parallel.steps import Steps
+from colossal_nb.parallel.steps import Position, Steps
 from colossal_nb.parallel.undo import Changes
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, On, Strategy
@@ -34,7 +34,8 @@ NAME = "_colossal"
 class Parallel:
     """`strategy` has its numbers filled in; `parameters` holds every parameter of the model once, in its order, also
     those that lie on other pipeline stages. `pending`: the split waits for the first real batch. `torn`: why the
-    weights are not those of one step (see `trouble`), `source`: the replica that is whole. `saved`: the checkpoint that
+    weights are not those of one step (see `trouble`), `source`: the replica that is whole. `number`: the same on
+    all ranks of the model and of no other model, "" for a copy. `saved`: the checkpoint that
     was written or read last. `moving`: buffers that a forward writes to, by the owners that are in training, `before`:
     those of the last forward_backward with what they were before it. `outside`: tensors that are trained with the
     model and are none of its parameters, whole and equal on all ranks; `explored`: the losses whose graph has been
@@ -68,6 +69,7 @@ class Parallel:
     steps: Steps = field(default_factory=lambda: Steps(World.current().era))
     torn: str = ""
     source: int | None = None
+    number: str = ""
     saved: str = ""
     moving: dict[frozenset[str], set[str]] = field(default_factory=dict)
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -114,8 +116,34 @@ class Parallel:
         """The passes have changed who holds what."""
         self._held = {}
 
+    def position(self) -> Position:
+        """Where this rank stands, without checksums."""
+        steps, optimizers, cut = self.steps, self.optimizers, len(self.steps.over)
+        return Position(
+            self.rank,
+            tuple(steps.finished[number] for number in range(len(optimizers))),
+            steps.half_done(optimizers),
+            bool(cut),
+            steps.hooks_wrote(optimizers),
+            steps.replacing,
+            steps.known,
+            steps.entered,
+            self.calls,
+            0 if cut else self.calls_in_step,
+            self.step + cut,
+        )
+
+    def end_step(self) -> None:
+        """Count the updates that are over: one whose post-hooks were cut short is one all the same."""
+        if self.steps.over:
+            self.step, self.calls_in_step = self.step + len(self.steps.over), 0
+            self.steps.over.clear()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
         """Belongs to a copy of the model, whose modules and parameters `copy.deepcopy` has made before."""
+        from colossal_nb.parallel import trouble
+
+        trouble.glance(self)
         twin = replace(
             self,
             model=memo[id(self.model)],
@@ -127,7 +155,9 @@ class Parallel:
             outside=[],
             origin=Origin(),
             hooked=set(),
-            steps=Steps(World.current().era, self.calls, self.calls),
+            steps=Steps(self.steps.era, self.steps.looked, self.calls, self.calls, known=self.torn),
+            source=None,
+            number="",
             moving={},
             before=[],
             _held={},
@@ -216,13 +246,6 @@ def require_whole(parallel: Parallel) -> None:
         raise ValueError(f"this model lost {what}: run the cell that makes it again")
 
 
-def require_owner(p: Tensor) -> None:
-    """The same for the model of a parameter."""
-    for parallel in World.current().parallels:
-        if any(p is each for each in parallel.parameters.values()):
-            require_whole(parallel)
-
-
 def require_cell(parallel: Parallel) -> None:
     """Raise ValueError in a cell that names another strategy than the model's, and for a model that lost a part."""
     world = World.current()
@@ -232,18 +255,31 @@ def require_cell(parallel: Parallel) -> None:
             f"the model was made parallel as {text(parallel.strategy)} on {parallel.mesh.size} ranks; "
             f"{world.world_size} work together now: build it anew and call parallelize"
         )
+    own = named(parallel.strategy, world.world_size)
     if world.rank >= parallel.mesh.size:
         raise ValueError(
-            f"rank {world.rank} holds nothing of this model, which works as {text(parallel.strategy) or 'dp=1'} on "
-            f"{parallel.mesh.size} of the {world.world_size} ranks: begin the cell with that strategy"
+            f"rank {world.rank} holds nothing of this model, which works as {own} on {parallel.mesh.size} of the "
+            f"{world.world_size} ranks: begin the cell with %%colossal {own}"
         )
     if world.strategy is not None and world.strategy.filled(world.world_size) != parallel.strategy:
-        cell, own = text(world.strategy.filled(world.world_size)), text(parallel.strategy)
+        cell = text(world.strategy.filled(world.world_size)) or "dp=1"
+        alone = "%%colossal alone or with " if parallel.mesh.size == world.world_size else "%%colossal "
+        move = "move the model"
+        if world.world_size > parallel.mesh.size:
+            move += f" (where all {world.world_size} ranks made it)"
         raise ValueError(
-            f"this cell runs under {cell or 'dp=1'}, but the model is parallel as {own or 'dp=1'}: begin the cell with "
-            f"%%colossal alone or with {own or 'dp=1'}, or move the model: model, optimizer = "
-            f'cnb.redistribute(model, optimizer, "{cell or "dp=1"}")'
+            f"this cell runs under {cell}, but the model is parallel as {own}: begin the cell with {alone}{own}, or "
+            f'{move}: model, optimizer = cnb.redistribute(model, optimizer, "{cell}")'
         )
+
+
+def named(strategy: Strategy, ranks: int) -> str:
+    """A filled strategy in the fewest words that mean it in a cell on so many ranks."""
+    short = text(strategy)
+    if short and Strategy.parse(short).filled(ranks) == strategy:
+        return short
+    usual = strategy.microbatches == strategy.pp
+    return str(replace(strategy, chunks=None, microbatches=None if usual else strategy.microbatches))
 
 
 def text(strategy: Strategy) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -83,6 +84,7 @@ def parallelize(
     parallel = Parallel(model, wanted, mesh, dict(model.named_parameters()), model.forward, options)
     parallel.precision = Precision.of(wanted)
     _compare_weights(parallel)
+    parallel.number = _common_number(parallel)
     parallel.origin = Origin.of(parallel.parameters)
     _set_up(parallel, optimizer)
     parallel.origin.made(parallel.parameters)
@@ -245,6 +247,13 @@ def _common_seed(parallel: Parallel) -> int:
     seed = torch.tensor([torch.initial_seed() % 2**62])
     parallel.group().run("broadcast", [seed], root=0, of="seed")
     return int(seed)
+
+
+def _common_number(parallel: Parallel) -> str:
+    """Of this model alone, the same on all its ranks, also where some of them are new and others are not."""
+    number = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.int64)
+    parallel.group().run("broadcast", [number], root=0, of="number")
+    return str(int(number))
 
 
 def _compare_weights(parallel: Parallel) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel.handle import find, group_along, holds, require_owner, require_whole
+from colossal_nb.parallel import trouble
+from colossal_nb.parallel.handle import Parallel, find, group_along, holds, require_whole
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, On, Shard
@@ -20,7 +21,7 @@ from colossal_nb.validation import called_as
 def full(p: Tensor) -> Tensor:
     """The whole parameter on every rank, detached, in host or device memory of its own. Collective."""
     _check_tensor("full", p)
-    require_owner(p)
+    _require_owner(p)
     return _full(p)
 
 
@@ -36,13 +37,26 @@ def full_grad(p: Tensor) -> Tensor | None:
     layout = layout_of(p)
     if layout is None:
         return None if p.grad is None else p.grad.clone()
-    require_owner(p)
+    _require_owner(p)
     group = group_along(layout.mesh, layout.mesh.axes)
     present = torch.tensor([float(p.grad is not None)])
     group.run("all_reduce", [present], of="gradient")
     if not present:
         return None
     return gathered(p.grad if p.grad is not None else torch.zeros_like(p), layout)
+
+
+def _require(parallel: Parallel) -> None:
+    """Raise ValueError for a model that lost a part, and for torn weights."""
+    require_whole(parallel)
+    trouble.look(parallel)
+
+
+def _require_owner(p: Tensor) -> None:
+    """The same for the model of a parameter."""
+    for parallel in World.current().parallels:
+        if any(p is each for each in parallel.parameters.values()):
+            _require(parallel)
 
 
 def _check_tensor(name: str, p: Any) -> None:
@@ -118,7 +132,7 @@ def _save(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     done: dict[int, Tensor] = {}
     parallel = find(model)
     if parallel is not None:
-        require_whole(parallel)
+        _require(parallel)
     for name, tensor in _entries(model):
         key = prefix + name
         if key in state and layout_of(tensor) is not None:

@@ -1,40 +1,24 @@
 """After a stop or an error: are the weights those of one step on all ranks? Said once; torn ones are not used.
 
-Every stop and every error ends an era of the world (see `World.era`), on all ranks alike. At the first use of a model
-in a new one its ranks tell each other which steps they have ended, and compare the weights that should be equal.
+Every stop and every error ends an era of the world (see `World.era`), on all ranks alike. As a new one begins, every
+rank leaves in the store which steps it has ended, for uses that are no collective. At the first use that is one the
+ranks tell each other, and compare the weights that should be equal.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import replace
 
 from colossal_nb.parallel import kept, objects
 from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.handle import Parallel, holds, tell
 from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.steps import Position
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, Replicate
 
 Place = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Told:
-    """What one rank tells. `shared`: a checksum of the weights that the ranks along tp hold alike; `outside`: of what
-    is trained outside the model."""
-
-    rank: int
-    finished: tuple[int, ...]
-    half: bool
-    replacing: str
-    entered: int
-    calls: int
-    in_step: int
-    step: int
-    weights: int
-    shared: int
-    outside: int
 
 
 def settle(parallel: Parallel) -> None:
@@ -54,6 +38,41 @@ def settle(parallel: Parallel) -> None:
         raise ValueError(_advice(parallel))
 
 
+def look(parallel: Parallel) -> None:
+    """The same before a use that one rank may make alone: by what every rank has told when the era began.
+
+    Sees where a step, a forward_backward or a load ended on some ranks alone; checksums are not compared. Raises
+    ValueError on every rank that calls it.
+    """
+    glance(parallel)
+    if parallel.torn:
+        raise ValueError(_advice(parallel))
+
+
+def glance(parallel: Parallel) -> None:
+    """Look, without raising."""
+    steps, era = parallel.steps, World.current().era
+    if steps.era is era or steps.looked is era:
+        return
+    told = _told(parallel)
+    if fault := _fault(told, parallel.mesh):
+        parallel.torn, parallel.source = fault, _whole_replica(told, parallel.mesh)
+    elif not parallel.torn:
+        parallel.end_step()
+        if dropped := _drop(parallel, told):
+            steps.entered = parallel.calls
+            tell(f"the weights of step {parallel.step} are whole on all ranks{dropped}")
+    steps.looked = era
+
+
+def _told(parallel: Parallel) -> list[Position]:
+    """All ranks' positions, as far as they have told them in this era; else this rank's alone."""
+    own, world = parallel.position(), World.current()
+    others = [rank for rank in range(parallel.mesh.size) if rank != own.rank]
+    texts = world.told(parallel.number, others) if parallel.number and others else []
+    return sorted([own, *map(Position.from_json, texts)], key=lambda each: each.rank)
+
+
 def stopped(parallel: Parallel) -> None:
     """All ranks stop in the same forward_backward: say how they stand. Collective."""
     told = objects.all_gather(_own(parallel), parallel.group(), "steps")
@@ -65,7 +84,8 @@ def stopped(parallel: Parallel) -> None:
 
 def replacing(parallel: Parallel, by: str) -> None:
     """Weights and states are about to be replaced in place: torn on a rank that does not come to `united`."""
-    parallel.steps.replacing, parallel.steps.era = by, None
+    steps = parallel.steps
+    steps.replacing, steps.era, steps.looked = by, None, None
 
 
 def united(parallel: Parallel) -> None:
@@ -73,31 +93,30 @@ def united(parallel: Parallel) -> None:
     steps = parallel.steps
     steps.era, steps.entered, steps.since = World.current().era, parallel.calls, parallel.calls
     steps.finished.clear()
-    steps.open.clear()
-    steps.replacing = ""
+    for marks in (steps.open, steps.over, steps.wrote):
+        marks.clear()
+    steps.replacing = steps.known = ""
     parallel.torn = ""
 
 
-def _own(parallel: Parallel) -> Told:
+def _own(parallel: Parallel) -> Position:
     held = list(parallel.held().values())
     alike = [p for p in held if (layout := layout_of(p)) and isinstance(layout.placement("tp"), Replicate)]
-    steps, rank = parallel.steps, parallel.rank
-    finished = tuple(steps.finished[number] for number in range(len(parallel.optimizers)))
-    half = steps.half_done(parallel.optimizers)
-    numbers = steps.entered, parallel.calls, parallel.calls_in_step, parallel.step
-    shared = checksum([p.detach() for p in alike if holds(p, rank)])
-    outside = checksum(parallel.outside)
-    return Told(rank, finished, half, steps.replacing, *numbers, checksum([p.detach() for p in held]), shared, outside)
+    shared = checksum([p.detach() for p in alike if holds(p, parallel.rank)])
+    weights, outside = checksum([p.detach() for p in held]), checksum(parallel.outside)
+    return replace(parallel.position(), weights=weights, shared=shared, outside=outside)
 
 
-def _fault(told: list[Told], mesh: Mesh) -> str:
+def _fault(told: list[Position], mesh: Mesh) -> str:
     """What is wrong with the weights; "" if nothing is."""
+    if known := [each.known for each in told if each.known]:
+        return known[0]
     if cut := [each for each in told if each.replacing]:
         return f"{cut[0].replacing} was cut short on {ranks_text([each.rank for each in cut])}"
-    half = [each.rank for each in told if each.half]
+    half = [each.rank for each in told if _half(each, told)]
     if half:
         return f"optimizer.step() was cut short on {ranks_text(half)}"
-    places: dict[tuple[int, ...], list[Told]] = defaultdict(list)
+    places: dict[tuple[int, ...], list[Position]] = defaultdict(list)
     for each in told:
         places[each.finished].append(each)
     if len(places) > 1:
@@ -110,7 +129,12 @@ def _fault(told: list[Told], mesh: Mesh) -> str:
     return f"the weights on {ranks_text(odd)} are not those of the other replicas" if odd else ""
 
 
-def _odd(told: list[Told], mesh: Mesh) -> list[int]:
+def _half(position: Position, told: list[Position]) -> bool:
+    """Whether a rank is in the middle of a step; in its post-hooks it is where these write to the weights anywhere."""
+    return position.half or (position.hooks and any(each.wrote for each in told))
+
+
+def _odd(told: list[Position], mesh: Mesh) -> list[int]:
     """Ranks whose weights are not those of the first rank that should hold the same."""
     first: dict[tuple[str, Place], int] = {}
     odd = []
@@ -125,38 +149,43 @@ def _odd(told: list[Told], mesh: Mesh) -> list[int]:
     return odd
 
 
-def _whole_replica(told: list[Told], mesh: Mesh) -> int | None:
+def _whole_replica(told: list[Position], mesh: Mesh) -> int | None:
     """The replica all of whose ranks have ended the same steps, the most of them; None if there is none."""
     replicas: dict[int, set[tuple[tuple[int, ...], bool]]] = defaultdict(set)
     for each in told:
-        replicas[mesh.coordinate(each.rank)["dp"]].add((each.finished, each.half))
-    if any(each.replacing for each in told):
+        replicas[mesh.coordinate(each.rank)["dp"]].add((each.finished, _half(each, told)))
+    if any(each.replacing or each.known for each in told):
         return None  # a random state may be missing too: what was replaced is to be replaced again
     whole = {dp: next(iter(found)) for dp, found in replicas.items() if len(found) == 1}
     good = {dp: finished for dp, (finished, half) in whole.items() if not half}
     return max(good, key=lambda dp: (good[dp], -dp)) if good and mesh.axis_size("dp") > 1 else None
 
 
-def _join(parallel: Parallel, told: list[Told]) -> None:
+def _join(parallel: Parallel, told: list[Position]) -> None:
     """The weights are of one step: bring the rest into one state too, and say so where something was under way."""
     cut_short = any(each.entered > each.calls for each in told)
-    calls = min(each.calls for each in told)
-    apart = any(each.calls > calls for each in told)
     was_used = any(each.entered > parallel.steps.since for each in told)
-    left = ""
-    if apart:
-        for p in (*parallel.parameters.values(), *parallel.outside):
-            p.grad = None
-        left = "; gradients that some ranks had and others not were dropped"
-        parallel.calls_in_step = 0
-        if parallel.calls > calls:
-            kept.put_back(parallel)
-    elif any(each.in_step for each in told):
+    parallel.end_step()
+    left = _drop(parallel, told)
+    if not left and any(each.in_step for each in told):
         left = "; the gradients of what was done of the next are in .grad: optimizer.zero_grad() to begin it anew"
-    parallel.calls = calls
     united(parallel)
-    if was_used and (cut_short or apart or left):
+    if was_used and (cut_short or left):
         tell(f"the weights of step {parallel.step} are whole on all ranks{left}")
+
+
+def _drop(parallel: Parallel, told: list[Position]) -> str:
+    """Where some ranks have come to the end of a forward_backward alone, it leaves nothing behind; says so."""
+    calls = min(each.calls for each in told)
+    if all(each.calls == calls for each in told):
+        return ""
+    for p in (*parallel.parameters.values(), *parallel.outside):
+        p.grad = None
+    parallel.calls_in_step = 0
+    if parallel.calls > calls:
+        kept.put_back(parallel)
+    parallel.calls = calls
+    return "; gradients that some ranks had and others not were dropped"
 
 
 def _advice(parallel: Parallel) -> str:

@@ -1,5 +1,6 @@
 """The one global of a rank's process: who it is, and the groups it can talk in."""
 
+import contextlib
 import itertools
 import threading
 import weakref
@@ -251,6 +252,23 @@ class World:
         self._epoch = Epoch(self, epoch, self.store)
         self.interrupted = False
         old.close()
+
+    def tell_positions(self) -> None:
+        """After a regroup: leave in the store where this rank stands with each model, for looks that are no collective.
+        """
+        for each in [each for each in self.parallels if each.number and self.store is not None]:
+            with contextlib.suppress(Exception):  # who finds nothing compares at the next collective use
+                self.store.set(self._place(each.number, self.rank), each.position().to_json())
+
+    def told(self, number: str, ranks: list[int]) -> list[bytes]:
+        """What ranks have left in the store about a model as this epoch began; [] where it is not all there."""
+        keys = [self._place(number, rank) for rank in ranks]
+        if self.store is None or not self.store.check(keys):
+            return []
+        return [bytes(self.store.get(key)) for key in keys]
+
+    def _place(self, number: str, rank: int) -> str:
+        return f"epoch{self.epoch}/position/{number}/{rank}"
 
     def stop(self) -> None:
         """End the groups; the process is a rank of nothing."""

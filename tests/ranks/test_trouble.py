@@ -1,6 +1,7 @@
 """After a stop or an error inside a step: whole weights train on, torn ones are refused with the way back."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ def regroup() -> None:
     """What follows a stop and an error in a notebook."""
     world = World.current()
     world.regroup(world.epoch + 1, world.ranks)
+    world.tell_positions()
+    world.whole().run("barrier", [])
 
 
 def sequential(steps: int) -> dict[str, Tensor]:
@@ -153,7 +156,17 @@ def torn(strategy: str, odd: int, path: Path | None = None) -> list[str]:
         optimizer.step()
     regroup()
     said = []
+    p = next(p for p in model.parameters() if p.grad is not None)
+    if World.current().rank == 0:
+        with pytest.raises(ValueError, match="torn"):
+            model.state_dict()  # on one rank alone: it waits for no other
     uses: list[Callable[[], Any]] = [
+        optimizer.step,
+        model.state_dict,
+        copy.deepcopy(model).state_dict,
+        lambda: cnb.full(p),
+        lambda: cnb.full_grad(p),
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda: train(model, optimizer, 1),
         lambda: model(INPUTS),
         lambda: cnb.save("never", model),
@@ -163,6 +176,10 @@ def torn(strategy: str, odd: int, path: Path | None = None) -> list[str]:
         with pytest.raises(ValueError, match="torn") as caught:
             use()
         said.append(str(caught.value))
+    twin = copy.deepcopy(model)
+    regroup()
+    with pytest.raises(ValueError, match="torn"):
+        twin(INPUTS)
     if path is not None:
         cnb.load(path, model, optimizer)
         train(model, optimizer, STEPS - 2)
@@ -182,6 +199,28 @@ def test_torn_weights_are_refused_by_every_use_with_the_checkpoint_to_go_back_to
 def test_without_a_checkpoint_the_model_is_made_again(ranks: Any) -> None:
     said = ranks(2).run(torn, "pp=2", 0)
     assert "run the cell that makes the model again" in said[0][0]
+
+
+def went_on(strategy: str) -> dict[str, Tensor]:
+    """Errors that left nothing torn: what one rank asks alone is answered, and a step() goes on without a forward."""
+    model, optimizer = start(strategy)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    cnb.forward_backward(model, loss_fn, INPUTS, TARGETS)
+    for _ in range(2):
+        regroup()
+        if World.current().rank == 0:
+            cnb.full(next(p for p in model.parameters()))
+            copy.deepcopy(model)
+    optimizer.step()
+    regroup()
+    train(model, optimizer, STEPS - 3)
+    return whole(model)
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2"])
+def test_whole_weights_are_used_after_an_error_as_before(ranks: Any, strategy: str) -> None:
+    check(ranks(2).run(went_on, strategy))
 
 
 def recovered(strategy: str, odd: int) -> tuple[dict[str, Tensor], str, list[str]]:
@@ -214,50 +253,65 @@ def test_a_whole_replica_gives_what_it_has(ranks: Any, count: int, strategy: str
     assert "the weights of step 3 are whole on all ranks again" in results[0][2][-1]
 
 
-def cut_short(strategy: str, before: bool) -> tuple[str, dict[str, Tensor] | None]:
-    """A hook of the user's fails on rank 1, before the update or after it."""
+def cut_short(strategy: str, where: str, on: tuple[int, ...]) -> tuple[str, dict[str, Tensor] | None, int]:
+    """A step fails on some ranks: in a hook of the user's before the update or after it, or between two groups."""
     model = gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": weights[:3]}, {"params": weights[3:]}], lr=1e-2)
     world, failing = World.current(), [False]
 
     def hook(*_: Any) -> None:
-        if failing[0] and world.rank == 1:
+        if failing[0] and world.rank in on:
+            if where == "after, writing":
+                weights[0].detach().add_(0)
             raise RuntimeError("mine")
 
-    register = optimizer.register_step_pre_hook if before else optimizer.register_step_post_hook
-    register(hook)
+    if where != "inside":
+        (optimizer.register_step_pre_hook if where == "before" else optimizer.register_step_post_hook)(hook)
     model, optimizer = cnb.parallelize(model, optimizer, strategy)
     train(model, optimizer, 2)
     failing[0] = True
     optimizer.zero_grad()
     cnb.forward_backward(model, loss_fn, INPUTS, TARGETS)
-    if world.rank == 1:
-        with pytest.raises(RuntimeError, match="mine"):
+    betas = optimizer.param_groups[1]["betas"]
+    if where == "inside" and world.rank in on:
+        optimizer.param_groups[1]["betas"] = None
+    if world.rank in on:
+        with pytest.raises(TypeError if where == "inside" else RuntimeError):
             optimizer.step()
-    elif not before:
+    elif where != "before":
         optimizer.step()
-    failing[0] = False
+    failing[0], optimizer.param_groups[1]["betas"] = False, betas
     regroup()
+    step = 2 if where == "before" else 3
     try:
-        train(model, optimizer, STEPS - 2)
+        optimizer.zero_grad()
+        train(model, optimizer, STEPS - step)
     except ValueError as error:
-        return str(error), None
-    return "", whole(model)
+        return str(error), None, 0
+    return "", whole(model), model._colossal.step
 
 
-def test_a_step_that_failed_half_way_is_found(ranks: Any) -> None:
-    for text, _ in ranks(2).run(cut_short, "dp=2", False):
+@pytest.mark.parametrize("where", ["inside", "after, writing"])
+def test_a_step_that_failed_half_way_is_found(ranks: Any, where: str) -> None:
+    for text, _, _ in ranks(2).run(cut_short, "dp=2", where, (1,)):
         assert "optimizer.step() was cut short on rank 1" in text
         assert "of rank 0" in text
 
 
-def test_a_step_that_failed_before_it_began_is_none(ranks: Any) -> None:
-    results = ranks(2).run(cut_short, "dp=2", True)
-    assert [text for text, _ in results] == ["", ""]
-    check([state for _, state in results if state is not None])
+@pytest.mark.parametrize(
+    ("where", "on", "strategy"), [("before", (1,), "dp=2"), ("after", (1,), "dp=2"), ("after", (0, 1), "tp=2")]
+)
+def test_a_step_that_failed_before_the_update_or_behind_it_is_none(
+    ranks: Any, where: str, on: tuple[int, ...], strategy: str
+) -> None:
+    results = ranks(2).run(cut_short, strategy, where, on)
+    assert [text for text, _, _ in results] == ["", ""]
+    assert [step for _, _, step in results] == [STEPS, STEPS]
+    check([state for _, state, _ in results if state is not None])
 
 
-def one_behind() -> tuple[dict[str, Tensor], list[str]]:
+def one_behind(first: bool) -> tuple[dict[str, Tensor], list[str]]:
     """The gradients of a step are ready on rank 0 when rank 1 is stopped."""
     model, optimizer = start("tp=2")
     train(model, optimizer, 2)
@@ -274,14 +328,18 @@ def one_behind() -> tuple[dict[str, Tensor], list[str]]:
     else:
         cnb.forward_backward(model, loss_fn, INPUTS, TARGETS)
     regroup()
+    if first:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()  # without a gradient
     cnb.forward_backward(model, loss_fn, INPUTS, TARGETS)  # without zero_grad: nothing was left
     optimizer.step()
     train(model, optimizer, STEPS - 3)
     return whole(model), list(World.current().notes)
 
 
-def test_gradients_that_some_ranks_have_are_dropped(ranks: Any) -> None:
-    results = ranks(2).run(one_behind)
+@pytest.mark.parametrize("first", [False, True])
+def test_gradients_that_some_ranks_have_are_dropped(ranks: Any, first: bool) -> None:
+    results = ranks(2).run(one_behind, first)
     check([state for state, _ in results])
     assert "the weights of step 2 are whole on all ranks; gradients that some ranks had" in results[0][1][-1]
 
@@ -304,6 +362,8 @@ def cut_load(path: Path) -> str:
         with pytest.raises(KeyboardInterrupt):
             cnb.load(path, model, optimizer)
     regroup()
+    with pytest.raises(ValueError, match="cnb.load was cut short on ranks 0 and 1"):
+        model.state_dict()
     with pytest.raises(ValueError, match="torn") as caught:
         train(model, optimizer, 1)
     cnb.load(path, model, optimizer)
