@@ -94,6 +94,25 @@ def test_a_stop_at_any_moment_leaves_whole_weights(session: Session, strategy: s
     check(session)
 
 
+def test_a_stop_behind_the_update_leaves_whole_weights(session: Session) -> None:
+    ok(session, SETUP, "dp=2 tp=2")
+    stopped(session, "train(1)\nslow['step'] = 100\ntrain(2)", 0.1)
+    check(session)
+
+
+def test_an_error_between_the_ranks_steps_is_told_by_every_use(session: Session) -> None:
+    ok(session, SETUP, "dp=2 tp=2")
+    ok(session, "train(2)")
+    run = session.run("optimizer.zero_grad()\ncnb.forward_backward(model, loss_of, INPUTS, TARGETS)\n"
+                      "assert rank != 1\noptimizer.step()").wait()
+    assert run.status == "error"
+    for use in ("optimizer.step()", "if rank != 1: model.state_dict()", "cnb.full(next(model.parameters()))"):
+        run = session.run(use).wait()
+        assert run.errors and all("torn: " in error.evalue for error in run.errors.values()), run.errors
+    ok(session, "cnb.recover(model)")
+    check(session)
+
+
 def test_a_stop_that_cannot_wait_is_told_with_the_next_use(session: Session) -> None:
     ok(session, SETUP, "dp=2 tp=2")
     ok(session, "train(1)\nslow['between'] = 100 * (rank == 3)")

@@ -40,15 +40,21 @@ def _again() -> list[str]:
     world.strategy = Strategy.parse("dp=2")
     forward = refusal(cnb.forward_backward, model, loss_fn, INPUTS, TARGETS)
     plain = refusal(model, INPUTS)
-    return [*world.notes, other, forward, plain]
+    world.ranks, world.strategy = (0, 1, 2, 3), Strategy.parse("tp=2")  # more have come
+    grown = refusal(model, INPUTS)
+    world.ranks = (0, 1)
+    return [*world.notes, other, forward, plain, grown]
 
 
 def test_again_is_nothing_and_another_strategy_is_refused(ranks: Any) -> None:
-    for first, second, other, forward, plain in ranks(2).run(_again):
+    for first, second, other, forward, plain, grown in ranks(2).run(_again):
         assert first == second == "this model is parallel already (tp=2): parallelize changed nothing"
         assert 'parallel as tp=2; to move it: model, optimizer = cnb.redistribute(model, optimizer, "dp=2")' in other
         assert "this cell runs under dp=2" in forward and "parallel as tp=2" in forward
         assert plain == forward
+        assert "begin the cell with %%colossal alone or with tp=2, or move the model: " in plain
+        assert "this cell runs under dp=2 tp=2, but the model is parallel as dp=1 tp=2: " in grown
+        assert "begin the cell with %%colossal dp=1 tp=2, or move the model (where all 4 ranks made it)" in grown
 
 
 def _default() -> list[str]:
