@@ -362,7 +362,7 @@ def cut_load(path: Path) -> str:
         with pytest.raises(KeyboardInterrupt):
             cnb.load(path, model, optimizer)
     regroup()
-    with pytest.raises(ValueError, match="cnb.load was cut short on ranks 0 and 1"):
+    with pytest.raises(ValueError, match="load was cut short on ranks 0 and 1"):
         model.state_dict()
     with pytest.raises(ValueError, match="torn") as caught:
         train(model, optimizer, 1)
