@@ -54,6 +54,8 @@ class Cells:
             try:
                 self._interrupts.begin(self.number)
                 result = loops.apart(lambda: shell.run_cell(source, store_history=store_history, silent=silent))
+                if self.world.verified is not None:
+                    _say_verdict(shell, result)
             finally:
                 self._interrupts.end()
             reply = _reply(shell, result, self._interrupts.landed)
@@ -81,7 +83,7 @@ class Cells:
         world.strategy = None if text is None else Strategy.parse(text)
         world.subset = None if len(self.ranks) == world.world_size else frozenset(self.ranks)
         world.recorder.enabled = bool(settings.get("record", True))
-        world.verify = bool(settings.get("verify"))
+        world.verify, world.verified = bool(settings.get("verify")), None
         if settings.get("random"):
             randomness.restore(randomness.from_text(settings["random"]))
         threads = int(settings.get("threads", 0))
@@ -148,6 +150,17 @@ def _reply(shell: Any, result: Any, landed: bool) -> dict[str, Any]:
         value = f"<the error's own text failed: {type(trouble).__name__}>"
     lines = [str(line) for line in getattr(shell, "_last_traceback", None) or []]
     return {"status": "error", "ename": name, "evalue": value, "traceback": lines, "line": _line(shell, error)}
+
+
+def _say_verdict(shell: Any, result: Any) -> None:
+    """That of --verify, at the end of its cell, which may have undone it."""
+    from colossal_nb.parallel.verify import end_of_cell
+
+    try:
+        end_of_cell(whole=result.success)
+    except BaseException as error:
+        result.error_in_exec = error
+        shell.showtraceback()
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,7 @@ _REASONS = {
     "Muon": "makes each whole matrix orthogonal",
 }
 _BY_TENSOR = ("Adafactor", "Muon")
+_STEPPED: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
 
 
 def as_list(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -109,6 +111,12 @@ def _require_able_now(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     layout = next((layout for p in held if (layout := layout_of(p)) is not None), None)
     if layout is not None:
         require_able(optimizer, layout.mesh)
+        _STEPPED[optimizer] = None
+
+
+def stepped() -> list[torch.optim.Optimizer]:
+    """Those alive that have stepped and hold parallel parameters, in the order of their first steps."""
+    return list(_STEPPED)
 
 
 def shapes(optimizer: torch.optim.Optimizer | None) -> dict[int, torch.Size]:

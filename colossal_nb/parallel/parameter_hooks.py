@@ -78,6 +78,11 @@ def of_users(parameters: Iterable[Tensor]) -> list[Aside]:
     return [each for each in found if _split(each.on_gradient, own=False) or _split(each.on_accumulated, own=False)]
 
 
+def of_user(hooks: Hooks | None) -> list[Callable[..., Any]]:
+    """Those of the user, in their order."""
+    return list(_split(hooks, own=False).values())
+
+
 @contextmanager
 def aside(hooked: list[Aside]) -> Iterator[None]:
     """Inside, none of these hooks is called."""

@@ -58,12 +58,12 @@ def _inside(name: str, value: Any) -> Iterator[Named]:
         yield from ((f"{name}[{at}]", each) for at, each in enumerate(islice(value, MOST_ELEMENTS)))
     elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", each) for key, each in islice(value.items(), MOST_ELEMENTS))
-    elif _is_of_user(type(value)) and not isinstance(value, type | torch.optim.Optimizer):
+    elif is_of_user(type(value)) and not isinstance(value, type | torch.optim.Optimizer):
         yield from _of_object(name, value)
 
 
 def _of_function(function: types.FunctionType) -> Iterator[Named]:
-    if not _is_of_user(function):
+    if not is_of_user(function):
         return
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -90,7 +90,7 @@ def _of_module(name: str, module: nn.Module) -> Iterator[Named]:
     for key, p in module.named_parameters():
         yield f"{name}.{key}", p
     for inner in module.modules():
-        if _is_of_user(type(inner)):
+        if is_of_user(type(inner)):
             yield name, type(inner).forward
             own = ((key, value) for key, value in vars(inner).items() if not key.startswith("_"))
             yield from ((f"{name}.{key}", value) for key, value in own)
@@ -102,6 +102,6 @@ def _of_object(name: str, value: Any) -> Iterator[Named]:
     yield from ((f"{name}.{key}", each) for key, each in getattr(value, "__dict__", {}).items())
 
 
-def _is_of_user(value: Any) -> bool:
+def is_of_user(value: Any) -> bool:
     """Whether a class or function is none of the libraries', whose globals lead everywhere."""
     return (getattr(value, "__module__", None) or "builtins").partition(".")[0] not in _LIBRARIES

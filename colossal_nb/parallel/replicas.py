@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from colossal_nb.parallel import objects, trouble
-from colossal_nb.parallel.batch import checksum, ranks_text
-from colossal_nb.parallel.handle import Parallel, holds
+from colossal_nb.parallel.batch import ranks_text
+from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.plan import On, Replicate
 
 SAMPLED = 1 << 12  # elements of a tensor by which the size of a difference is judged
 ROUNDING = 64  # units in the last place of the largest entry, on devices whose sums have no fixed order
 MOST_ROUNDING = 1e-2
+Key = tuple[str, str]  # a parameter, and which of its states ("" for the weight)
 
 
 @dataclass(frozen=True)
@@ -59,42 +60,57 @@ def differing(parallel: Parallel) -> list[Apart]:
     if group.size == 1:
         return []
     own = dict(_copied(parallel))
-    sums = {name: checksum([tensor]) for name, tensor in own.items()}
-    told: list[dict[str, int]] = objects.all_gather(sums, group, "replicas")
+    sums = {key: _sum(tensor) for key, tensor in own.items()}
+    told: list[dict[Key, int]] = objects.all_gather(sums, group, "replicas")
     odd = _odd(parallel, dict(zip(group.ranks, told, strict=True)))
     if not odd:
         return []
-    samples: list[dict[str, Tensor]] = objects.all_gather(
-        {name: _sample(own[name]) for name in odd if name in own}, group, "replicas"
+    samples: list[dict[Key, Tensor]] = objects.all_gather(
+        {key: _sample(own[key]) for key in odd if key in own}, group, "replicas"
     )
     by_rank, found = dict(zip(group.ranks, samples, strict=True)), []
-    for name, (first, ranks) in odd.items():
-        size = max(float(by_rank[first][name].abs().max()), torch.finfo(torch.float32).tiny)
-        difference = max(float((by_rank[rank][name] - by_rank[first][name]).abs().max()) / size for rank in ranks)
-        if parallel.device == "cpu" or not difference <= _rounding(parallel, name):
-            found.append(Apart(name, first, tuple(ranks), difference))
+    for key, (first, ranks) in odd.items():
+        size = max(float(by_rank[first][key].abs().max()), torch.finfo(torch.float32).tiny)
+        difference = max(float((by_rank[rank][key] - by_rank[first][key]).abs().max()) / size for rank in ranks)
+        if parallel.device == "cpu" or not difference <= _rounding(parallel, key[0]):
+            found.append(Apart(" of ".join(each for each in reversed(key) if each), first, tuple(ranks), difference))
     return found
 
 
-def _odd(parallel: Parallel, sums: dict[int, dict[str, int]]) -> dict[str, tuple[int, list[int]]]:
-    """By name: the first of two ranks that should hold the same, and those that hold something else."""
-    odd: dict[str, tuple[int, list[int]]] = {}
-    for name in dict.fromkeys(name for each in sums.values() for name in each):
+def _odd(parallel: Parallel, sums: dict[int, dict[Key, int]]) -> dict[Key, tuple[int, list[int]]]:
+    """The first of two ranks that should hold the same, and those that hold something else."""
+    odd: dict[Key, tuple[int, list[int]]] = {}
+    for key in dict.fromkeys(key for each in sums.values() for key in each):
         first: dict[tuple[int, ...], int] = {}
-        for rank in (rank for rank, each in sums.items() if name in each):
-            other = first.setdefault(_part(parallel, name, rank), rank)
-            if sums[rank][name] != sums[other][name] and odd.setdefault(name, (other, []))[0] == other:
-                odd[name][1].append(rank)
+        for rank in (rank for rank, each in sums.items() if key in each):
+            other = first.setdefault(_part(parallel, key[0], rank), rank)
+            if sums[rank][key] != sums[other][key] and odd.setdefault(key, (other, []))[0] == other:
+                odd[key][1].append(rank)
     return odd
 
 
-def _copied(parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
-    """What this rank holds and another too."""
-    for name, p in parallel.parameters.items():
-        if holds(p, parallel.rank) and p.numel() and _has_copies(parallel, p):
-            yield name, p.detach()
+def _copied(parallel: Parallel) -> Iterator[tuple[Key, Tensor]]:
+    """What this rank holds and another too: weights first, then the optimizers' states."""
+    copied = {name: p for name, p in parallel.held().items() if p.numel() and _has_copies(parallel, p)}
+    for name, p in copied.items():
+        yield (name, ""), p.detach()
     for number, tensor in enumerate(parallel.outside):
-        yield f"tensor {number} outside the model", tensor.detach()
+        yield (f"tensor {number} outside the model", ""), tensor.detach()
+    for optimizer in parallel.optimizers:
+        kind = type(optimizer).__name__
+        for name, p in copied.items():
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.numel():
+                    yield (name, f"{kind}'s {key}"), value.detach()
+
+
+def _sum(tensor: Tensor) -> int:
+    """Of the bits, eight bytes as one number: several times as fast as a checksum, and where the tensor is."""
+    octets = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1).view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    end = len(octets) // 8 * 8
+    return int(octets[:end].view(torch.int64).sum()) ^ int(octets[end:].sum())
 
 
 def _has_copies(parallel: Parallel, p: Tensor) -> bool:

@@ -137,6 +137,7 @@ class World:
         self.notes: list[str] = []
         self.subset: frozenset[int] | None = None
         self.verify = False
+        self.verified: Any = None  # the model and the verdict of a cell with --verify, until the cell ends
         self.interrupted = False
         self.lives: dict[int, int] = {}
         self.parallels: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import INPUTS, TARGETS, loss_fn
-from torch import nn
+import torch.distributed as dist
+from small_gpt import INPUTS, TARGETS, gpt, loss_fn, train
+from torch import Tensor, nn
 
 import colossal_nb as cnb
 from colossal_nb.models import GPT
@@ -122,3 +123,68 @@ def test_a_planted_fault_is_found_and_located(
         assert (cause, text) == outcomes[0][1:]
         for word in words:
             assert word in cause, text
+
+
+def by_rank(model: nn.Module) -> None:
+    """Wrong on rank 1."""
+    rank = World.current().rank
+    model.blocks[1].up.weight.register_hook(lambda g: g * (3.0 if rank == 1 else 1.0))
+    model.norm.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(1 + rank))
+
+
+def filtered(model: nn.Module) -> dict[str, Any]:
+    """Right, with a state that the next step depends on; and one that a copy of the model could not run alone."""
+    means: dict[str, Tensor] = {}
+
+    def hook_of(name: str) -> Any:
+        def hook(g: Tensor) -> Tensor:
+            means[name] = 0.9 * means.get(name, torch.zeros(())) + 0.1 * g
+            return g + 2 * means[name]
+
+        return hook
+
+    for name, p in model.named_parameters():
+        p.register_hook(hook_of(name))
+    model.norm.bias.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
+    return means
+
+
+def hooked(strategy: str) -> tuple[Any, ...]:
+    model = gpt()
+    model, _ = cnb.parallelize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), strategy)
+    means = filtered(model)
+    right = cnb.verify(model, loss_fn, INPUTS, TARGETS)
+    assert not means
+    model.blocks[0].up.bias.register_hook(lambda g: dist.all_reduce(g))
+    left_out = cnb.verify(model, loss_fn, INPUTS, TARGETS)
+    by_rank(model)
+    wrong = cnb.verify(model, loss_fn, INPUTS, TARGETS)
+    return bool(right), str(right), bool(left_out), str(left_out), bool(wrong), {row.name for row in wrong.wrong}
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2"])
+def test_hooks_on_parameters_run_in_both_programs(ranks: Any, strategy: str) -> None:
+    for right, text, left_out, said, wrong, names in ranks(2).run(hooked, strategy):
+        assert right, text
+        assert "left out" not in text
+        assert left_out, said
+        assert "left out are hooks on blocks.0.up.bias, which cannot run on copies (" in said
+        assert not wrong
+        assert {"blocks.1.up.weight", "norm.weight"} <= names
+
+
+def chosen(strategy: str) -> list[str]:
+    model, said = cnb.parallelize(gpt(), strategy=strategy), []
+    said.append(cnb.verify(model, loss_fn, INPUTS, TARGETS).sentence)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    train(model, optimizer, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    said.append(cnb.verify(model, loss_fn, INPUTS, TARGETS).sentence)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    return said
+
+
+def test_the_verdict_names_the_optimizer(ranks: Any) -> None:
+    for plain, own in ranks(2).run(chosen, "tp=2"):
+        assert "3 steps of forward_backward with plain SGD, as no optimizer of this model was given to" in plain
+        assert own.startswith("verified: tp=2 equals the sequential program over 3 steps of forward_backward with Ada")

@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from colossal_nb.parallel import objects, report, trouble
+from colossal_nb.parallel import objects, replicas, report, trouble
 from colossal_nb.parallel.handle import Parallel, require, tell, text
 from colossal_nb.parallel.losses import check
 from colossal_nb.parallel.outcome import alike
@@ -22,7 +23,7 @@ from colossal_nb.parallel.outside import lent
 from colossal_nb.parallel.saving import rng
 from colossal_nb.parallel.step import forward_backward
 from colossal_nb.parallel.tensor.proof import aside
-from colossal_nb.parallel.verify import compare, room
+from colossal_nb.parallel.verify import compare, hooks, room, stepping
 from colossal_nb.parallel.verify.bands import band_of
 from colossal_nb.parallel.verify.locate import locate
 from colossal_nb.parallel.verify.result import Row, Verification
@@ -44,11 +45,13 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
     """Compare some steps on one global batch with the sequential program: losses, gradients, updated weights.
 
     `model` after `parallelize`; `loss_fn`, `inputs`, `targets` as for `forward_backward`. Both programs are copies that
-    begin where the model stands, with its optimizers (their states too; plain SGD where it has none), gradients fresh
-    in each step; learning rates stay. Model, optimizers, gradients, random states and the record are afterwards what
-    they were. Compared are the losses of all steps, every gradient and running statistic of the first, every weight
-    after the last, within the band of the precision: fp32 1e-5, fp64 1e-10, half precision 2e-2 (gradients: cosine
-    0.999); the sequential program computes in the same precision. Collective.
+    begin where the model stands, with its optimizers (those given to `parallelize` and others that have stepped, their
+    states too; plain SGD where there is none: the verdict says which), gradients fresh in each step; learning rates
+    stay. Hooks on parameters run on both, as copies with copies of what they keep. Your own loop around it (what it
+    does to gradients and weights) is not run. Model, optimizers, gradients, random states and the record are
+    afterwards what they were. Compared are the losses of all steps, every gradient and running statistic of the first,
+    every weight after the last, within the band of the precision: fp32 1e-5, fp64 1e-10, half precision 2e-2
+    (gradients: cosine 0.999); the sequential program computes in the same precision. Collective.
 
     Returns a `Verification`: true where they are equal; otherwise `.cause` says where the difference begins.
     """
@@ -64,17 +67,42 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
     begun = time.perf_counter()
     parts = parallel.replicas * parallel.microbatches if keeps_statistics(model) else 1
     program = Sequential(loss_fn, inputs, targets, parts, parallel.calls)
-    with untouched(parallel), lent(program.outside(parallel).values()):
-        return _verify(parallel, program, steps, begun)
+    with untouched(parallel), stepping.chosen(parallel) as optimizer, lent(program.outside(parallel).values()):
+        return replace(_verify(parallel, program, steps, begun), optimizer=optimizer)
 
 
 def verify_once(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any) -> None:
-    """What `--verify` on a cell asks for: say the verdict. Raises NotSequential on all ranks where it is bad."""
-    World.current().verify = False
+    """What `--verify` on a cell asks for: the verdict is said when the cell ends. Raises NotSequential on all ranks
+    where it is bad."""
+    world = World.current()
+    world.verify = False
     found = verify(model, loss_fn, inputs, targets)
     if not found:
         raise NotSequential(str(found))
+    world.verified = require(model), found
+
+
+def end_of_cell(whole: bool) -> None:
+    """Say the verdict of the cell's `--verify`, if there is one; `whole`: the cell has run to its end.
+
+    Then the replicas are compared first, which is collective; raises NotSequential on all ranks where the cell has torn
+    them.
+    """
+    world = World.current()
+    (parallel, found), world.verified = world.verified, None
+    compares = whole and found.ran and parallel.mesh.size > 1
+    apart = replicas.differing(parallel) if compares else []
+    if apart:
+        raise NotSequential(
+            f"{found.strategy} is NOT the sequential program at the end of this cell, though {found.steps} steps of "
+            f"forward_backward are: {replicas.sentence(apart)}"
+        )
     tell(found.sentence)
+    if compares:
+        tell(
+            "the rest of the cell, your own loop, is not compared with the sequential program; at its end weights and "
+            "optimizer states that several ranks hold are equal"
+        )
     for note in found.notes:
         tell(note)
 
@@ -98,18 +126,22 @@ def _compared(parallel: Parallel, program: Sequential, steps: int) -> tuple[list
     twin, whole = parallel_twin(parallel), sequential_twin(parallel)
     rows, said = start(parallel, whole)
     random, others = rng.states(), program.outside(parallel)
+    failures: hooks.Failures = {}
     if whole is not None:
         whole.outside = others
+        hooks.attach(parallel, whole, failures, alone=True)
     with lent(others.values(), "cpu"):
         expected = alike(
             lambda: Trained() if whole is None else program.train(whole, steps), parallel.group(), "verify"
         )
     rng.restore(random)
-    told = expected.rate, [name for name in others if expected.gradients.get(name) is not None]
-    rate, reached = objects.broadcast(told, parallel.group(), WAITS, "verify")
+    told = expected.rate, [name for name in others if expected.gradients.get(name) is not None], failures
+    rate, reached, failures = objects.broadcast(told, parallel.group(), WAITS, "verify")
+    hooks.attach(parallel, twin, failures, alone=False)
     twin.outside = {name: others[name] for name in reached}
     with lent(others.values()):
         found = _train(twin, program, steps, rate)
+    said += hooks.note(objects.all_gather(failures, parallel.group(), "verify"))
     sides = compare.Sides(twin.parallel, twin.parameters, band_of(parallel), expected, found)
     rows += [compare.losses(sides), *compare.gradients(sides), *compare.statistics(sides), *compare.weights(sides)]
     return rows, said, twin.parallel.compared

@@ -42,7 +42,8 @@ class Verification:
     """A parallel program against the sequential one. True where they are equal within the band of their precision.
 
     `ran` is False where the host had no room, and `ok` then too. `rows`: every comparison, the worst first. `cause`:
-    where the difference begins and what it looks like. `reference`: what the sequential program was.
+    where the difference begins and what it looks like. `reference`: what the sequential program was. `optimizer`:
+    with which both stepped.
     """
 
     ok: bool
@@ -54,6 +55,7 @@ class Verification:
     notes: tuple[str, ...] = ()
     ran: bool = True
     seconds: float = 0.0
+    optimizer: str = ""
 
     def __bool__(self) -> bool:
         return self.ok
@@ -72,12 +74,12 @@ class Verification:
         """One line."""
         if not self.ran:
             return f"not verified: {self.cause}"
-        steps = f"{self.steps} step{'s' * (self.steps != 1)}"
+        steps = f"{self.steps} step{'s' * (self.steps != 1)} of forward_backward with {self.optimizer}"
         if not self.ok:
             return f"{self.strategy} is NOT the sequential program (compared over {steps}): {self.cause}"
         found = [row for row in map(self.worst, KINDS) if row is not None]
         worst = ", ".join(f"{row.what} {row.difference:.1e}" for row in found)
-        return f"verified: {self.strategy} equals the sequential program over {steps} (largest differences: {worst})"
+        return f"verified: {self.strategy} equals the sequential program over {steps}; largest differences: {worst}"
 
     def __str__(self) -> str:
         lines = [self.sentence]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from colossal_nb.parallel import gradients
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.handle import Parallel
@@ -70,7 +71,8 @@ class Sequential:
         with torch.enable_grad(), own.precision.working(own), masks:
             if self.parts == 1:
                 return self._at_once(own, inputs, targets, step)
-            return self._in_parts(twin, pieces(inputs, targets, 1, self.parts, 0), step)
+            with gradients.kept_apart(list(twin.parameters.values())):
+                return self._in_parts(twin, pieces(inputs, targets, 1, self.parts, 0), step)
 
     def _at_once(self, own: Parallel, inputs: Any, targets: Any, step: int) -> float:
         """As it is written without us."""
