@@ -1,5 +1,7 @@
 """Dropout whose masks are keyed by (seed, call, site, global sample, element): equal under every strategy.
 
+So are the slopes of rrelu, and the dropout between the layers of a recurrent module (not of packed sequences).
+
 A site is a module and which of its dropouts in this forward. Each sample's mask is drawn from a generator of its own,
 in the shape that the whole model has there; a rank that holds some features or heads takes its part of it. Attention
 with dropout is computed in the open (the scores exist), since no fused kernel takes a mask of ours.
@@ -9,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,10 @@ from torch.nn import functional
 
 from colossal_nb.parallel.attention import attention_arguments, attention_weights, repeated
 from colossal_nb.parallel.compat import in_backward
+from colossal_nb.parallel.recurrent import RECURRENT, between_layers
+
+if TYPE_CHECKING:
+    from colossal_nb.parallel.handle import Parallel
 
 Site = tuple[str, int]
 Features = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
@@ -27,6 +34,8 @@ Features = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 # What all of torch's dropouts end in, under whatever name they were imported; the "feature" ones drop whole channels.
 # A function mode would not do: it is off inside a backward, where checkpointed blocks run again.
 ENDINGS = tuple(f"{kind}dropout{end}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for end in ("", "_"))
+RRELU = ("rrelu", "rrelu_")
+REPLACED = (*ENDINGS, *RRELU, *RECURRENT)
 ATTENTION = functional.scaled_dot_product_attention
 MOST_STATES = 4096  # of forwards whose backward may be to come
 Part = tuple[Any, int, int]
@@ -48,8 +57,13 @@ class KeyedDropout:
         self._recording = self._active = False
         self._again: ExitStack | None = None
         self._inside: list[str] = []
+        self._modules = dict(model.named_modules())
+        self._calls: Counter[str] = Counter()
+        self._begun: list[tuple[str, int, Counter[str]]] = []
+        self._passed: dict[tuple[str, int], Counter[str]] = {}  # what a module's nth call in a forward drops where
         self._states: dict[int, tuple[Part, dict[str, int]]] = {}
         self._forwards = (0, 0)
+        self.unsure: dict[str, None] = {}  # modules that drop where dim 0 does not look like the batch
         self._named = _attention_by_name(model)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(_Enter(self, name))
@@ -61,11 +75,17 @@ class KeyedDropout:
             self._again = ExitStack()
             self._again.enter_context(self._replaced())
         self._inside.append(name)
+        if self._recording:
+            self._begun.append((name, self._calls[name], self._counts()))
+            self._calls[name] += 1
 
     def left(self) -> None:
         """It ends."""
         if self._inside:
             self._inside.pop()
+        if self._recording and self._begun:
+            name, nth, before = self._begun.pop()
+            self._passed[name, nth] = self._counts() - before
         if not self._inside and self._again is not None:
             self._again.close()
             self._again = None
@@ -80,6 +100,17 @@ class KeyedDropout:
         self._states[key] = part, counts
         if len(self._states) > MOST_STATES:
             self._states.pop(next(iter(self._states)))
+
+    def _counts(self) -> Counter[str]:
+        return Counter(self._states[torch.initial_seed()][1])
+
+    def passed(self, name: str, nth: int) -> None:
+        """Another pipeline stage runs the module's nth call: its dropouts are counted here too."""
+        seed, counts = torch.initial_seed(), self._counts()
+        for site, number in self._passed.get((name, nth), Counter[str]()).items():
+            module = self._modules[site]
+            counts[site] += number * (module.training and getattr(module, "p", 1) > 0)
+        self._become(_number(seed, "passed", name, nth), self._states[seed][0], dict(counts))
 
     def place(self) -> str:
         """The module that is running, for `again`."""
@@ -120,11 +151,12 @@ class KeyedDropout:
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
-        places = [(vars(room), name) for room in (torch, torch._VF) for name in ENDINGS]
-        places += [(vars(functional), ATTENTION.__name__), *((named.room, named.name) for named in self._named)]
+        places = [(vars(room), name) for room in (torch, torch._VF) for name in REPLACED]
+        places += [(vars(functional), name) for name in (ATTENTION.__name__, "rrelu_")]  # torch's own, by another name
+        places += [(named.room, named.name) for named in self._named]
         before = [(room, name, room.get(name)) for room, name in places]
         for room, name in places:
-            room[name] = self._replacement(name if name in ENDINGS else ATTENTION.__name__)
+            room[name] = self._replacement(name if name in REPLACED else ATTENTION.__name__)
         active, self._active = self._active, True
         try:
             yield
@@ -141,6 +173,8 @@ class KeyedDropout:
         modes = [(module, module.training) for module in model.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self.sites, self._recording = {}, True
+        self._calls.clear()
+        self._begun.clear()
         model.train()
         try:
             with torch.no_grad(), self.running():
@@ -159,13 +193,40 @@ class KeyedDropout:
         if name == ATTENTION.__name__:
             return self._attention
         plain = getattr(torch._C._VariableFunctions, name)
+        if name in RECURRENT:
+            return between_layers(plain, lambda x, p: self._drop("dropout", x, p))
+
+        def rrelu(
+            input: Tensor,  # noqa: A002 - torch's own name
+            lower: float = 1 / 8,
+            upper: float = 1 / 3,
+            training: bool = False,
+            generator: torch.Generator | None = None,
+        ) -> Any:
+            if training and lower < upper and generator is None:
+                return self._rrelu(name, input, lower, upper)
+            return plain(input, lower, upper, training, generator)
+
+        if name in RRELU:
+            return rrelu
 
         def dropout(input: Tensor, p: float, train: bool) -> Any:  # noqa: A002 - torch's own name
             return self._dropout(name, input, p) if train and p > 0 else plain(input, p, train)
 
         return dropout
 
+    def _time_first(self, x: Tensor) -> bool:
+        """Whether the batch is dim 1 by what torch's transformer layers say; their attention drops batch first."""
+        above = self._modules.get(self.place().rpartition(".")[0])
+        layer = isinstance(above, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        return layer and x.dim() == 3 and not above.self_attn.batch_first  # type: ignore[union-attr]
+
     def _dropout(self, name: str, x: Tensor, p: float) -> Tensor:
+        if self._time_first(x):
+            return self._drop(name, x.transpose(0, 1), p).transpose(0, 1)
+        return self._drop(name, x, p)
+
+    def _drop(self, name: str, x: Tensor, p: float) -> Tensor:
         channels = name.startswith("feature")
         shape = torch.Size([*x.shape[:2], *[1] * (x.dim() - 2)]) if channels else x.shape
         mask, rest = self._mask(shape, p, x), None
@@ -177,6 +238,11 @@ class KeyedDropout:
             return x.mul_(mask) if rest is None else x.mul_(mask).add_(rest)
         return x * mask if rest is None else x * mask + rest
 
+    def _rrelu(self, name: str, x: Tensor, lower: float, upper: float) -> Tensor:
+        slopes = self._drawn(x.shape, x, lambda row, key: row.uniform_(lower, upper, generator=key)).to(x.dtype)
+        slopes = slopes.where(x <= 0, 1.0)
+        return x.mul_(slopes) if name.endswith("_") else x * slopes
+
     def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
         given = attention_arguments(*args, **kwargs)
         if not given["dropout_p"]:
@@ -187,12 +253,20 @@ class KeyedDropout:
 
     def _mask(self, shape: torch.Size, p: float, like: Tensor) -> Tensor:
         """0 or 1 / (1 - p) for every element of `shape`."""
+        scale = 0.0 if p == 1 else 1 / (1 - p)
+        drawn = self._drawn(shape, like, lambda row, key: row.bernoulli_(1 - p, generator=key).mul_(scale))
+        return drawn.to(dtype=like.dtype)
+
+    def _drawn(self, shape: torch.Size, like: Tensor, fill: Callable[[Tensor, torch.Generator], Any]) -> Tensor:
+        """This rank's part of what `fill` makes of each sample's row."""
         (call, start, stop), site = self._site(shape[0] if shape else 1)
         if self._recording:
             assert self.sites is not None
             self.sites[site] = shape
         count = stop - start
         rows = shape[0]
+        if not self._recording and not self._by_sample(site[0], shape, count):
+            self.unsure[site[0]] = None
         tail = [rows // count, *shape[1:]] if rows % count == 0 else list(shape)
         held = self._held(site, shape)
         if held is not None:
@@ -201,11 +275,16 @@ class KeyedDropout:
         drawn = torch.empty(count if rows % count == 0 else 1, *tail)
         for sample in range(len(drawn)):
             generator = torch.Generator().manual_seed(_number(self.seed, call, *site, start + sample))
-            drawn[sample].bernoulli_(1 - p, generator=generator)
+            fill(drawn[sample], generator)
         if held is not None:
             drawn = drawn.index_select(dim if dim < 0 else dim + 1, torch.tensor(indices))
-        scale = 0.0 if p == 1 else 1 / (1 - p)
-        return drawn.mul_(scale).reshape(shape).to(device=like.device, dtype=like.dtype)
+        return drawn.reshape(shape).to(device=like.device)
+
+    def _by_sample(self, name: str, shape: torch.Size, count: int) -> bool:
+        """Whether dim 0 looks like the samples, or like some rows for each. Torch's attention drops in (batch x heads,
+        length, length)."""
+        second = len(shape) > 1 and shape[1] == count and not isinstance(self._modules.get(name), nn.MultiheadAttention)
+        return shape[0] == count or (shape[0] % count == 0 and not second)
 
     def _site(self, rows: int) -> tuple[Part, Site]:
         """Whose samples these are; the innermost module and the number of this dropout among those of its calls."""
@@ -233,6 +312,15 @@ class KeyedDropout:
             if not rest and each and local * each == len(mine):
                 return dim, whole, [feature // each for feature in mine[::each]]
         return None
+
+
+def pass_by(parallel: Parallel, site: int) -> None:
+    """At a border of a stage's forward: the dropouts of a call that another stage ran are counted here too."""
+    if parallel.dropout is None or parallel.pipeline is None or not parallel.model.training or site == 0 or site % 2:
+        return
+    split, number = parallel.pipeline.split, site // 2 - 1
+    if split.stage_of[number] != parallel.place["pp"]:
+        parallel.dropout.passed(split.units[number].name, split.units[number].nth)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel import compiled
+from colossal_nb.parallel.draws import Draws
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.origin import Origin
@@ -51,6 +52,7 @@ class Parallel:
     pipeline: Pipeline | None = None
     tensor: Report | None = None
     dropout: KeyedDropout | None = None
+    draws: Draws = field(default_factory=Draws)
     precision: Precision = field(default_factory=Precision)
     changes: Changes = field(default_factory=Changes)
     origin: Origin = field(default_factory=Origin)
@@ -153,6 +155,7 @@ class Parallel:
             optimizers=[],
             explored=set(),
             outside=[],
+            draws=Draws(),
             origin=Origin(),
             hooked=set(),
             steps=Steps(self.steps.era, self.steps.looked, self.calls, self.calls, known=self.torn),

@@ -14,6 +14,7 @@ from colossal_nb.parallel import compiled, kept, objects, trouble
 from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
+from colossal_nb.parallel.dropout import pass_by
 from colossal_nb.parallel.handle import NAME, Parallel, require_cell
 from colossal_nb.parallel.outside import inside_model
 from colossal_nb.parallel.parameter_hooks import register_first
@@ -111,7 +112,7 @@ def _forward(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         args, kwargs = own.lower((args, kwargs))
         if parallel.pipeline is None:
             return own.raised(gather(parallel.forward(*args, **kwargs)))
-        outputs = parallel.pipeline.forward_only([(args, kwargs)])
+        outputs = parallel.pipeline.forward_only([(args, kwargs)], lambda _, site: pass_by(parallel, site))
         return own.raised(gather(outputs[0])) if parallel.is_last else None
 
 

@@ -45,9 +45,6 @@ def caveats(parallel: Parallel) -> list[str]:
         return []
     modules = list(parallel.model.modules())
     found = []
-    others = sorted({type(module).__name__ for module in modules if isinstance(module, _UNKEYED) and drops(module)})
-    if others:
-        found.append(f"dropout inside {', '.join(others)} draws other masks under another strategy")
     if parallel.replicas * parallel.microbatches > 1 and any(isinstance(module, _BatchNorm) for module in modules):
         found.append(
             "batch norm sees one part of the batch at a time: the reference is one rank with the same microbatches"
@@ -55,13 +52,13 @@ def caveats(parallel: Parallel) -> list[str]:
     return found
 
 
-_UNKEYED = (nn.RNNBase,)
-
-
 def drops(module: nn.Module) -> bool:
-    """Whether a module says that it drops something: a Dropout, or an attribute named so, with a probability."""
+    """Whether a module says that it draws what is keyed: a Dropout or RReLU, or an attribute named so, with a
+    probability."""
     if isinstance(module, _DropoutNd):
         return module.p > 0
+    if isinstance(module, nn.RReLU) or "rrelu" in _names_used(module):
+        return True
     if "dropout" in _names_used(module) and not any("dropout" in name for name in vars(module)):
         return True  # functional.dropout(x, 0.1, self.training)
     values = (value for name, value in vars(module).items() if "dropout" in name)

@@ -26,6 +26,7 @@ from colossal_nb.parallel import (
 )  # fmt: skip
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
+from colossal_nb.parallel.dropout import pass_by
 from colossal_nb.parallel.handle import Parallel, require
 from colossal_nb.parallel.losses import Part, check, own_loss, part, value_of
 from colossal_nb.parallel.outputs import LossFn
@@ -144,6 +145,7 @@ def forward_backward(
     if math.isnan(totals.loss) and parallel.pipeline is not None:
         World.current().note(_NAN)
     note_others(parallel, statistics)
+    parallel.draws.note(parallel)
     events.stepped(parallel, totals.loss)
     loss = totals.tensor(parallel.device)
     return (loss, _whole_output(parallel, loss_fn, done, loss)) if return_output else loss
@@ -171,11 +173,8 @@ def _labels(inputs: Any) -> list[Tensor]:
 
 
 def _attempt(parallel: Parallel, loss_fn: LossFn | None, done: Done, data: int) -> tuple[Done, agree.Totals]:
-    before = torch.get_rng_state() if parallel.calls < agree.FIRST_CALLS else None
-    _run(parallel, loss_fn, done)
-    in_parts = done.total > 1 or parallel.pipeline is not None
-    if before is not None and in_parts and not torch.equal(before, torch.get_rng_state()):
-        World.current().note(_DRAWS)
+    with parallel.draws.looking(parallel):
+        _run(parallel, loss_fn, done)
     return done, agree.totals(parallel, done.parts, data, done.outside.flags())
 
 
@@ -200,10 +199,6 @@ def _note_compared(parallel: Parallel, loss_fn: LossFn, totals: agree.Totals) ->
         parallel.compared |= kinds
 
 
-_DRAWS = (
-    "the model or loss_fn draws random numbers of its own: every part of the batch draws some, so they are not those "
-    "of one device (those of torch's dropout are: its masks go by sample)"
-)
 _NAN = (
     "the loss is NaN; under pp a stage also reads NaN where a forward takes from another stage what the recorded "
     "forward did not take (a flag that changes what is added to what): run the cell without pp to see which it is"
@@ -328,6 +323,7 @@ def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], don
         def begin(number: int, site: int) -> None:
             if site == 0:
                 done.begin(parallel, number)
+            pass_by(parallel, site)
 
         given = [own.lower(arguments(piece.inputs)) for piece in mine]
         parallel.pipeline.run_step(given, loss_of, begin, done.outside.look_below)

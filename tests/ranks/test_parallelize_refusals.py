@@ -152,7 +152,7 @@ def _caveats() -> list[str]:
 def test_the_report_says_where_numbers_differ(ranks: Any) -> None:
     for first, *rest in ranks(2).run(_caveats):
         assert first == "Sequential under dp=2 (dp=2): this rank holds 61 of 61 parameters"
-        assert "dropout inside GRU draws other masks under another strategy" in rest
+        assert not any("GRU" in line for line in rest)
         assert any("batch norm sees one part" in line for line in rest)
 
 
