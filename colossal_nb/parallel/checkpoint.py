@@ -19,6 +19,8 @@ from colossal_nb.parallel.saving.contents import Contents, contents
 from colossal_nb.parallel.saving.draft import Draft, check_alike, draft_of, merged
 from colossal_nb.parallel.saving.fill import fill, go_on
 from colossal_nb.parallel.saving.fitting import check_fits
+from colossal_nb.parallel.saving.locks import Lock
+from colossal_nb.parallel.saving.reasons import half_loaded, not_opened, not_saved
 from colossal_nb.parallel.saving.shards import Index, Job, Reader, write
 from colossal_nb.parallel.world import World
 from colossal_nb.validation import called_as, shown
@@ -50,7 +52,7 @@ def save(
         raise ValueError(f"wait={shown(wait)}: True, or False to go on while it is written")
     everything = contents(model, optimizer)
     parallel, group = everything.parallel, _group(everything.parallel)
-    target = folder.agreed(path, group, "save")
+    where = folder.agreed(path, group, "save")
     if parallel is not None:
         trouble.settle(parallel)
     if parallel is not None and parallel.accumulating:
@@ -62,24 +64,40 @@ def save(
     draft = alike(lambda: draft_of(everything, states, group.index == 0), group, "save")
     drafts = objects.all_gather(draft.plain, group, "save")
     check_alike(drafts, group)
-    own = folder.new_name()
+    name = objects.broadcast(folder.new_name(), group, 0, "save")
     try:
-        name = together(lambda: folder.begin(target, own) if group.index == 0 else "", group, "save")[0]
-        data = target / name
-        alike(lambda: _require_seen(data), group, "save")
+        saving = _written(Target(where, name, group.ranks, group.index), draft, drafts, everything, wait)
+    except OSError as error:
+        raise not_saved(where, error) from error
+    if parallel is not None and wait:
+        parallel.saved = str(where)
+    return saving
+
+
+def _written(
+    target: Target, draft: Draft, drafts: list[dict[str, Any]], everything: Contents, wait: bool
+) -> Saving | None:
+    """Into a new data folder, which becomes the checkpoint; at an error it goes."""
+    group, saving = _group(everything.parallel), None
+    first = group.index == 0
+    try:
+        alike(lambda: folder.begin(target.path, target.name, target.lock) if first else None, group, "save")
+        alike(target.enter, group, "save")
         if not wait:
-            return _in_background(Target(target, name, group.ranks, group.index), draft, drafts, everything)
-        index = write(data, draft.pieces, group, World.current().rank)
-        sums = together(lambda: _sums(data, index, group.index), group, "save")
-        content = {**merged(drafts), "data": name, "tensors": index.to_plain()}
+            saving = _in_background(target, draft, drafts, everything)
+            return saving
+        index = write(target.data, draft.pieces, group, World.current().rank)
+        sums = together(lambda: _sums(target.data, index, group.index), group, "save")
+        content = {**merged(drafts), "data": target.name, "tensors": index.to_plain()}
         content["files"] = {file: each for own in sums for file, each in own.items()}
-        alike(lambda: folder.commit(target, content) if group.index == 0 else None, group, "save")
+        alike(lambda: folder.commit(target.path, content, target.lock) if first else None, group, "save")
     except BaseException:
-        if group.index == 0:
-            folder.drop(target, own)
+        if first:
+            folder.drop(target.path, target.name)
         raise
-    if parallel is not None:
-        parallel.saved = str(target)
+    finally:
+        if saving is None:
+            target.lock.release()
     return None
 
 
@@ -116,13 +134,43 @@ def load(path: str | PathLike[str], model: nn.Module, optimizer: Any = None) -> 
     group, rank = _group(everything.parallel), World.current().rank
     source = folder.agreed(path, group, "load")
     alike(join_pending, group, "load")
-    content = alike(lambda: _checked(source, everything, group), group, "load")
+    lock = Lock()
+    try:
+        content = _opened(source, lock, group)
+        alike(lambda: _check(source, content, everything, group), group, "load")
+        return _filled(source, content, everything, group, rank)
+    finally:
+        lock.release()
+
+
+def _opened(source: Path, lock: Lock, group: Group) -> dict[str, Any]:
+    """What all ranks find to be the checkpoint, locked."""
+    while True:
+        content = alike(lambda: _read(source, lock), group, "load")
+        if len(set(objects.all_gather(content["data"], group, "load"))) == 1:
+            return content
+        lock.release()  # another save replaced it between two ranks
+
+
+def _read(source: Path, lock: Lock) -> dict[str, Any]:
+    try:
+        return folder.opened(source, lock)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise not_opened(source, error) from error
+
+
+def _filled(source: Path, content: dict[str, Any], everything: Contents, group: Group, rank: int) -> dict[str, Any]:
     reader = Reader(source / content["data"], Index.from_plain(content["tensors"]))
     parallel = everything.parallel
     if parallel is not None:
         parallel.saved = str(source)
         trouble.replacing(parallel, "cnb.load")
-    extra: dict[str, Any] = alike(lambda: fill(everything, content, reader, rank), group, "load")
+    try:
+        extra: dict[str, Any] = alike(lambda: fill(everything, content, reader, rank), group, "load")
+    except OSError as error:
+        raise half_loaded(source, error, folder.is_replaced(source, content)) from error
     rng.restore(content["random"])
     if parallel is not None:
         go_on(parallel, content["position"])
@@ -147,26 +195,23 @@ def _state_of(name: str, value: Any) -> Any:
     return state() if callable(state) and not isinstance(value, type) else value
 
 
-def _require_seen(data: Path) -> None:
-    if not data.is_dir():
-        raise FileNotFoundError(
-            f"{data}, which rank 0 has just made, is not to be seen here: the ranks need one file system"
-        )
-
-
 def _sums(data: Path, index: Index, number: int) -> dict[str, list[int]]:
     """Size and checksum of the files that this rank wrote."""
     names = {place.relative_path for place in index.places.values()}
     return {name: folder.checksum(data / name) for name in sorted(names) if name.startswith(f"__{number}_")}
 
 
-def _checked(source: Path, everything: Contents, group: Group) -> dict[str, Any]:
-    """What the checkpoint says, after all that can be wrong with it has been looked for.
-
-    The files are dealt to the ranks: each is read once.
-    """
-    content = folder.read(source)
+def _check(source: Path, content: dict[str, Any], everything: Contents, group: Group) -> None:
+    """All that can be wrong with the checkpoint. The files are dealt to the ranks: each is read once."""
     check_fits(content, everything)
     files = sorted(content["files"].items())
-    folder.verify(source / content["data"], files[group.index :: group.size])
-    return content
+    try:
+        folder.verify(source / content["data"], files[group.index :: group.size])
+    except (OSError, ValueError) as error:
+        if folder.is_replaced(source, content):  # on a file system without locks
+            raise OSError(
+                f"another save replaced the checkpoint at {source} while it was read: load again; nothing was changed"
+            ) from error
+        if isinstance(error, OSError):
+            raise not_opened(source, error) from error
+        raise

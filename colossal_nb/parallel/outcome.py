@@ -24,9 +24,11 @@ class _Failure:
     text: str
 
     def error(self, where: str) -> Exception:
-        text = f"{where}{self.text}"
         kind = {each.__name__: each for each in _KINDS}.get(self.kind, RuntimeError)
-        return OSError(self.number, text) if kind is OSError and self.number else kind(text)
+        error = kind(f"{where}{self.text}")
+        if isinstance(error, OSError):
+            error.errno = self.number
+        return error
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,23 @@ def _outcome(work: Callable[[], Any]) -> _Outcome:
     except Released:
         raise
     except Exception as error:
-        # torch.save, cut short by an interrupt or a full disk, raises an error of its own on the way out.
-        chain: list[BaseException] = [error]
-        while (before := chain[-1].__context__) is not None:
-            chain.append(before)
-        interrupt = next((each for each in chain if isinstance(each, KeyboardInterrupt)), None)
-        if interrupt is not None:
-            raise interrupt from None
-        root = error
-        if not isinstance(error, _KINDS):
-            root = next((each for each in chain if isinstance(each, OSError)), error)
-        return _Outcome(failure=_failure(root), cause=error)
+        return _Outcome(failure=_failure(root(error)), cause=error)
+
+
+def root(error: Exception) -> Exception:
+    """The system's error behind one: torch.save, cut short by a full disk, raises an error of its own on the way out.
+
+    Raises the interrupt where that is what is behind it.
+    """
+    chain: list[BaseException] = [error]
+    while (before := chain[-1].__context__) is not None:
+        chain.append(before)
+    interrupt = next((each for each in chain if isinstance(each, KeyboardInterrupt)), None)
+    if interrupt is not None:
+        raise interrupt from None
+    if isinstance(error, _KINDS):
+        return error
+    return next((each for each in chain if isinstance(each, OSError)), error)
 
 
 def _raise(failures: Sequence[_Failure | None], group: Group, cause: Exception | None) -> None:
@@ -87,8 +95,14 @@ def _raise(failures: Sequence[_Failure | None], group: Group, cause: Exception |
 
 def _failure(error: Exception) -> _Failure:
     kind = next((each.__name__ for each in _KINDS if isinstance(error, each)), "RuntimeError")
-    if isinstance(error, OSError) and error.strerror:
-        named = "" if error.filename is None else f": {error.filename}"
-        return _Failure(kind, error.errno, f"{error.strerror}{named}")
+    if isinstance(error, OSError):
+        return _Failure(kind, error.errno, system_text(error))
     text = str(error) if kind != "RuntimeError" or type(error) is RuntimeError else f"{type(error).__name__}: {error}"
     return _Failure(kind, None, text)
+
+
+def system_text(error: OSError) -> str:
+    """What the system says, without its number."""
+    if not error.strerror:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"

@@ -72,7 +72,7 @@ def test_what_is_saved_is_what_was_there(ranks: Any, tmp_path: Path, count: int,
         close(losses, losses_after(2))
         assert again == losses
         assert not done
-        assert [name for name in files if not name.endswith(".distcp")] == [".metadata"]
+        assert [name for name in files if not name.endswith(".distcp")] == [".lock", ".metadata"]
     model = gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     cnb.load(tmp_path / "run", model, optimizer)  # in one plain process
@@ -118,6 +118,7 @@ def full_disk(path: Path, odd: int, waits: bool) -> tuple[str, list[str]]:
 def test_a_full_disk_is_told_by_wait_and_leaves_the_old_one(ranks: Any, saved: Path, odd: int) -> None:
     (first, _), (second, _) = ranks(2).run(full_disk, saved, odd, True)
     assert first == second
+    assert f"nothing was saved to {saved}: " in first
     assert "File too large" in first
     assert f"rank {odd}" in first
     assert cnb.load(saved, gpt()) == {"step": 1}

@@ -1,19 +1,25 @@
-"""A save that comes to no end leaves the checkpoint that was there; paths that cannot be are told."""
+"""A save that comes to no end leaves the checkpoint that was there, several at once leave a whole one; paths that cannot
+be are told."""
 
+import fcntl
 import os
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint_setup import data_files, save_trained, setup
 from small_gpt import gpt, train
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 import colossal_nb as cnb
+from colossal_nb.parallel import checkpoint
+from colossal_nb.parallel.saving import folder
 from colossal_nb.parallel.world import World
 
 pytestmark = pytest.mark.ranks
@@ -48,7 +54,8 @@ def test_a_full_disk_leaves_the_old_one(ranks: Any, saved: Path, odd: int, most_
     said = ranks(2).run(full_disk, saved, odd, most_bytes)
     assert [each[:2] for each in said] == [said[0][:2]] * 2
     assert said[0][0] == "OSError"
-    assert f"on rank {odd}: File too large" in said[0][1].replace("[Errno 27] ", "")
+    assert f"nothing was saved to {saved}: a file may not grow that large there (on rank {odd}: File" in said[0][1]
+    assert "what was there before is there still" in said[0][1]
     assert cnb.load(saved, gpt()) == {"step": 1}
     assert len(list(saved.iterdir())) == 2
 
@@ -118,6 +125,129 @@ def test_what_a_killed_save_left_goes_with_the_next(ranks: Any, saved: Path) -> 
     assert len(list(saved.glob("data-*"))) == 1
     assert (saved / ".hidden").exists()
     assert cnb.load(saved, gpt()) == {"step": 1}
+
+
+def linear(value: float) -> nn.Linear:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def without_locks(number: int, kind: int) -> None:
+    raise OSError(38, "Function not implemented")
+
+
+def in_between(patch: pytest.MonkeyPatch, where: Any, name: str, other: Callable[[], Any], after: bool = False) -> None:
+    """At the next call of a function `other` runs first, or right after it."""
+    usual = getattr(where, name)
+
+    def call(*given: Any) -> Any:
+        patch.setattr(where, name, usual)
+        if not after:
+            other()
+        result = usual(*given)
+        if after:
+            other()
+        return result
+
+    patch.setattr(where, name, call)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("wait", [True, False])
+def test_saves_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, after: bool, wait: bool
+) -> None:
+    """One writes and commits while the other stands right before or after the instant in which it becomes the
+    checkpoint."""
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", without_locks)
+    path, found = tmp_path / "run", []
+    cnb.save(path, linear(0), who="before")
+
+    def other() -> None:
+        World.current().saving = None  # as another process has it
+        cnb.save(path, linear(2), who="other")
+        found.append(cnb.load(path, nn.Linear(2, 2))["who"])
+
+    in_between(monkeypatch, os, "replace", other, after)
+    saving = cnb.save(path, linear(1), wait=wait, who="one")
+    if saving is not None:
+        saving.wait()
+    model = nn.Linear(2, 2)
+    assert [*found, cnb.load(path, model)["who"]] == ["other", "other" if after else "one"]
+    assert model.weight.unique().tolist() == [2 if after else 1]
+    assert len(list(path.glob("data-*"))) == 1 or not locks
+    cnb.save(path, model)
+    assert len(list(path.glob("data-*"))) == 1 or not locks
+
+
+def test_a_save_that_fails_takes_nothing_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda number: 1 / 0)
+            with pytest.raises(RuntimeError, match="division"):
+                cnb.save(tmp_path / "run", linear(2))
+
+    in_between(monkeypatch, folder, "checksum", fail)
+    cnb.save(tmp_path / "run", linear(1), who="one")
+    assert cnb.load(tmp_path / "run", nn.Linear(2, 2)) == {"who": "one"}
+
+
+def test_a_save_during_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, model = tmp_path / "run", nn.Linear(2, 2)
+    cnb.save(path, linear(1), who="one")
+    for where, name in ((folder, "verify"), (checkpoint, "fill")):
+        in_between(monkeypatch, where, name, lambda: cnb.save(path, linear(2), who="two"))
+        assert cnb.load(path, model)["who"] == ("one" if name == "verify" else "two")
+    in_between(monkeypatch, folder, "read", lambda: cnb.save(path, linear(3), who="three"), after=True)
+    assert cnb.load(path, model) == {"who": "three"}
+    assert model.weight.unique().tolist() == [3]
+    cnb.save(path, model)
+    assert len(list(path.glob("data-*"))) == 1
+
+
+def test_a_save_during_a_load_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    path, model = tmp_path / "run", linear(0)
+    cnb.save(path, linear(1))
+    in_between(monkeypatch, folder, "verify", lambda: cnb.save(path, linear(2)))
+    with pytest.raises(OSError, match=r"another save replaced the checkpoint at .*run while it was read: load again"):
+        cnb.load(path, model)
+    assert model.weight.unique().tolist() == [0]
+    in_between(monkeypatch, checkpoint, "fill", lambda: cnb.save(path, linear(3)))
+    with pytest.raises(OSError, match=r"another save replaced it meanwhile\. Weights and states are partly"):
+        cnb.load(path, model)
+    cnb.load(path, model)
+    assert model.weight.unique().tolist() == [3]
+
+
+def test_paths_of_which_no_folder_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint.json").mkdir(parents=True)
+    for path, text in {
+        "/proc/none/run": "no folder can be made",
+        "/dev/null/run": "a part of the path is a file",
+        str(tmp_path / ("long" * 100)): "the name is too long",
+        str(tmp_path / "run"): "checkpoint.json is a folder",
+    }.items():
+        for wait in (True, False):
+            with pytest.raises((OSError, ValueError), match=text) as caught:
+                cnb.save(path, nn.Linear(2, 2), wait=wait)
+            assert path in str(caught.value)
+    with pytest.raises(OSError, match="cannot be read: the name is too long"):
+        cnb.load(tmp_path / ("long" * 100), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"checkpoint\.json is a folder"):
+        cnb.load(tmp_path / "run", nn.Linear(2, 2))
+
+
+def test_values_that_cannot_be_kept(tmp_path: Path) -> None:
+    endless: list[Any] = [1]
+    endless.append({"self": endless})
+    for value, text in ((endless, "it contains itself"), ([torch.eye(2).to_sparse()], r"it\[0\] is a sparse")):
+        with pytest.raises(ValueError, match=text):
+            cnb.save(tmp_path / "run", nn.Linear(2, 2), it=value)
+    assert not (tmp_path / "run").exists()
 
 
 def paths(where: Path) -> list[str]:

@@ -14,14 +14,16 @@ import time
 from collections import ChainMap
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from colossal_nb.parallel.outcome import alike
+from colossal_nb.parallel.outcome import alike, root
 from colossal_nb.parallel.saving import folder
+from colossal_nb.parallel.saving.locks import Lock
+from colossal_nb.parallel.saving.reasons import not_saved, reason
 from colossal_nb.parallel.saving.shards import Job, plain_results, results_of
 from colossal_nb.parallel.world import World
 
@@ -32,16 +34,24 @@ _LOOK_S = 0.03
 
 @dataclass(frozen=True)
 class Target:
-    """Where a save goes, and which of the `ranks` this one is."""
+    """Where a save goes, and which of the `ranks` this one is. `lock`: this rank's, on the data folder."""
 
     path: Path
     name: str
     ranks: tuple[int, ...]
     index: int
+    lock: Lock = field(default_factory=Lock)
 
     @property
     def data(self) -> Path:
         return self.path / self.name
+
+    def enter(self) -> None:
+        """Rank 0 has made the data folder: lock it on this rank too."""
+        if self.index and not self.lock.share(self.data):
+            raise FileNotFoundError(
+                f"{self.data}, which rank 0 has just made, is not to be seen here: the ranks need one file system"
+            )
 
     def note(self, index: int) -> Path:
         """The file that says that a rank is done."""
@@ -85,7 +95,10 @@ class Saving:
 
     def wait(self) -> None:
         """Return when the checkpoint is whole on disk; raise OSError on all ranks where it could not be. Collective."""
-        alike(self._joined, self._group(), "save")
+        try:
+            alike(self._joined, self._group(), "save")
+        except OSError as error:
+            raise not_saved(self.path, error) from error
 
     def _joined(self) -> None:
         self.join()
@@ -104,8 +117,8 @@ class Saving:
         if not self.done or self._failure is None or self._told:
             return ""
         self._told = True
-        where = f"rank {self._target.ranks[self._target.index]}"
-        return f"the save to {self.path} failed on {where}: {self._failure}; what was there before is there still"
+        where, why = f"rank {self._target.ranks[self._target.index]}", reason(self._failure)
+        return f"the save to {self.path} failed on {where}: {why}; what was there before is there still"
 
     # in the thread
     def _run(self) -> None:
@@ -122,11 +135,13 @@ class Saving:
                 self._wait_until(lambda: not self._target.note(self._target.index).exists())
             self.on_success()
         except Exception as error:
-            self._failure = error
+            self._failure = root(error)
             with suppress(OSError):
-                self._target.leave({"failed": str(error)})
-        if self._failure is not None and self._target.index == 0:
-            folder.drop(self._target.path, self._target.name)
+                self._target.leave({"failed": reason(self._failure)})
+            if self._target.index == 0:
+                folder.drop(self._target.path, self._target.name)
+        finally:
+            self._target.lock.release()
 
     def _finish(self, results: list[WriteResult], sums: dict[str, list[int]]) -> None:
         notes = [self._target.note(index) for index in range(1, len(self._target.ranks))]
@@ -139,9 +154,9 @@ class Saving:
         self._job.finish(everything)
         self._content["tensors"] = self._job.index(everything).to_plain()
         self._content["files"] = dict(ChainMap(sums, *(each["sums"] for each in said)))
-        folder.commit(self._target.path, self._content)
+        folder.commit(self._target.path, self._content, self._target.lock)
         for note in notes:
-            note.unlink()
+            note.unlink(missing_ok=True)
 
     def _wait_until(self, fact: Callable[[], bool]) -> None:
         while not fact():

@@ -38,7 +38,6 @@ def draft_of(everything: Contents, extra: dict[str, Any], first: bool) -> Draft:
         "names": {name: f"model.{name}" for name in everything.tensors},
         "aliases": everything.aliases,
         "optimizers": [_optimizer(draft, everything, number, first) for number in range(len(everything.optimizers))],
-        "sums": {name: checksum(leaves(value)) for name, value in extra.items()},
         "random": rng.states(),
         "position": _position(everything.parallel),
     }
@@ -49,6 +48,7 @@ def draft_of(everything: Contents, extra: dict[str, Any], first: bool) -> Draft:
         return f"extra.{len(stored) - 1}"
 
     draft.plain["extra"] = {name: encode(value, name, keep) for name, value in extra.items()}
+    draft.plain["sums"] = {name: checksum(leaves(value)) for name, value in extra.items()}
     if first:
         draft.pieces += [Piece(f"extra.{number}", None, tensor) for number, tensor in enumerate(stored)]
     return draft

@@ -4,7 +4,9 @@
     path/data-1f2e3d4c/       the tensors, in the format of torch's distributed checkpoint
 
 A save writes a new data folder, then replaces checkpoint.json, then removes the old data: whatever ends it, the file
-names a whole checkpoint, the old one or the new one.
+names a whole checkpoint, the old one or the new one. Of several saves at once the last one's stays. What is written or
+read at the moment is locked (see `locks`), and nobody removes it; what a dead save left goes with the next. On a file
+system without locks only the checkpoint that was replaced is removed.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable
@@ -22,13 +25,14 @@ from typing import Any
 
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.objects import all_gather
+from colossal_nb.parallel.saving.locks import Lock
 from colossal_nb.validation import shown
 
 FILE = "checkpoint.json"
 FORMAT, VERSION = "colossal_nb checkpoint", 1
 _DATA = re.compile(r"data-[0-9a-f]{8}")
-_DRAFT = FILE + ".new"
 _BLOCK_BYTES = 2**20
+_TRIES = 20
 
 
 def agreed(path: Any, group: Group, of: str) -> Path:
@@ -59,50 +63,108 @@ def new_name() -> str:
     return f"data-{uuid.uuid4().hex[:8]}"
 
 
-def begin(path: Path, name: str) -> str:
-    """Make a data folder; returns its name. Raises ValueError where something else lies at the path."""
+def begin(path: Path, name: str, lock: Lock) -> None:
+    """Make a data folder and lock it. Raises ValueError where something else lies at the path."""
+    for _ in range(_TRIES):  # another save may just be removing what looked left over
+        _require_ours(path)
+        with suppress(FileExistsError):
+            (path / name).mkdir(parents=True)
+        if lock.share(path / name):
+            return
+    raise OSError(f"{path / name} is removed by others as soon as it is made")
+
+
+def _require_ours(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file; a checkpoint is a folder: choose another name")
-    others = [each.name for each in path.iterdir() if not _is_ours(each.name)] if path.exists() else []
+    others = [name for name in _names(path) if not _is_ours(name)]
     if others:
         shown = ", ".join(sorted(others)[:3])
         raise ValueError(
             f"{path} is a folder with other things in it ({shown}{', ...' if len(others) > 3 else ''}): "
             "a checkpoint has a folder of its own"
         )
-    (path / name).mkdir(parents=True)
-    return name
+    if (path / FILE).is_dir():
+        raise ValueError(f"{path / FILE} is a folder, where a checkpoint has a file: remove it or choose another name")
 
 
 def drop(path: Path, name: str) -> None:
     """Remove what `begin` made, of a save that did not come to its end; not what `commit` has made the checkpoint."""
-    with suppress(FileNotFoundError, ValueError):
+    try:
         if read(path)["data"] == name:
             return
+    except (FileNotFoundError, ValueError):
+        pass
+    except OSError:
+        return
     shutil.rmtree(path / name, ignore_errors=True)
-    with suppress(OSError):
-        (path / _DRAFT).unlink()
     with suppress(OSError):
         path.rmdir()  # only where it is empty: there was no checkpoint before
 
 
-def commit(path: Path, content: dict[str, Any]) -> None:
-    """Make this the checkpoint, in one instant; then remove the data of the one before."""
+def commit(path: Path, content: dict[str, Any], lock: Lock) -> None:
+    """Make this the checkpoint, in one instant; then end the lock and remove the data of the one before."""
     text = json.dumps(content)
     head = json.dumps({"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(text.encode())})
-    with open(path / _DRAFT, "w", encoding="utf-8") as draft:
+    file = path / content["data"] / FILE  # a place that no other save has
+    with open(file, "w", encoding="utf-8") as draft:
         draft.write(f"{head}\n{text}\n")
         draft.flush()
         os.fsync(draft.fileno())
-    os.replace(path / _DRAFT, path / FILE)
+    before = _current(path)
+    os.replace(file, path / FILE)
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
         os.close(number)
-    for each in path.iterdir():
-        if _DATA.fullmatch(each.name) and each.name != content["data"]:
-            shutil.rmtree(each, ignore_errors=True)
+    lock.release()
+    for name in _names(path):
+        if _DATA.fullmatch(name):
+            _remove_unused(path, name, before)
+
+
+def _remove_unused(path: Path, name: str, before: str) -> None:
+    """Remove data that is not the checkpoint's and will not be. `before`: what was the checkpoint's until now."""
+    lock = Lock()
+    alone = lock.alone(path / name)
+    # Looked up under the lock: who wrote this data has made it the checkpoint by now, or never will.
+    if (alone or (alone is None and name == before)) and _current(path) not in ("", name):
+        shutil.rmtree(path / name, ignore_errors=True)
+    lock.release()
+
+
+def _current(path: Path) -> str:
+    """The name of the data folder of the checkpoint, "" where that cannot be said."""
+    try:
+        name: str = read(path)["data"]
+    except (OSError, ValueError):
+        return ""
+    return name
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except FileNotFoundError:
+        return []
+
+
+def opened(path: Path, lock: Lock) -> dict[str, Any]:
+    """As `read`; others keep from removing the data until the lock is released."""
+    for _ in range(_TRIES):
+        content = read(path)
+        is_there = lock.share(path / content["data"])
+        if _current(path) == content["data"]:  # else it may be going, or gone
+            return content
+        lock.release()
+        time.sleep(0.05 if is_there else 0)
+    raise OSError("other saves replace it again and again")
+
+
+def is_replaced(path: Path, content: dict[str, Any]) -> bool:
+    """Whether another checkpoint has taken the place of this one."""
+    return _current(path) not in ("", content["data"])
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -114,8 +176,10 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} is a file, no checkpoint of cnb.save (a folder); weights of torch.save come in by "
             "model.load_state_dict(torch.load(path))"
         )
+    if (path / FILE).is_dir():
+        raise ValueError(f"{path / FILE} is a folder, no file of cnb.save: there is no checkpoint at {path}")
     if not (path / FILE).is_file():
-        started = any(_DATA.fullmatch(each.name) for each in path.iterdir())
+        started = any(_DATA.fullmatch(name) for name in _names(path))
         why = "a save began there and did not come to its end" if started else f"it has no {FILE}"
         raise FileNotFoundError(f"there is no checkpoint of cnb.save at {path}: {why}")
     try:
@@ -158,4 +222,4 @@ def verify(folder: Path, files: Iterable[tuple[str, list[int]]]) -> None:
 
 def _is_ours(name: str) -> bool:
     # Hidden files (of a file manager, of Jupyter) are nobody's; a save leaves them where they are.
-    return name in (FILE, _DRAFT) or name.startswith(".") or _DATA.fullmatch(name) is not None
+    return name == FILE or name.startswith(".") or _DATA.fullmatch(name) is not None

@@ -12,22 +12,28 @@ from torch import Tensor
 from colossal_nb.parallel.layouts import layout_of
 
 _MARK = "~"
+_DEEPEST = 100
 _ALLOWED = "tensors, numbers, strings, True, False, None, and lists, tuples, sets and dicts of these"
 _SEQUENCES: dict[str, type[list[Any] | tuple[Any, ...] | set[Any]]] = {"~tuple": tuple, "~set": set}
 Keep = Callable[[Tensor], str]
 """Takes a tensor that is stored elsewhere and gives its name there."""
 
 
-def encode(value: Any, where: str, keep: Keep) -> Any:
+def encode(value: Any, where: str, keep: Keep, depth: int = 0) -> Any:
     """What `json` can write. Raises ValueError that names the place (`where`) of a value of another kind."""
+    if depth > _DEEPEST:
+        raise ValueError(
+            f"{where[: where.find('[')]} contains itself, or is nested more than {_DEEPEST} levels deep, which a "
+            "checkpoint does not hold: give its parts by names of their own"
+        )
     if isinstance(value, Tensor):
         return _encode_tensor(value, where, keep)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return _encode_mapping(value, where, keep)
+        return _encode_mapping(value, where, keep, depth)
     if isinstance(value, list | tuple | set | frozenset):
-        parts = [encode(part, f"{where}[{number}]", keep) for number, part in enumerate(value)]
+        parts = [encode(part, f"{where}[{number}]", keep, depth + 1) for number, part in enumerate(value)]
         if isinstance(value, list):
             return parts
         return {"~tuple" if isinstance(value, tuple) else "~set": parts}
@@ -45,15 +51,15 @@ def _encode_tensor(value: Tensor, where: str, keep: Keep) -> Any:
     layout = layout_of(value)
     if layout is not None and layout.mesh.size > 1:
         raise ValueError(f"{where} is a parameter of which each rank holds a part: give cnb.full(it)")
-    if value.is_sparse or value.is_quantized:
+    if value.layout != torch.strided or value.is_quantized:
         raise ValueError(f"{where} is a sparse or quantized tensor, which a checkpoint does not hold: give a dense one")
     if value.dim() == 0 and not value.is_complex():
         return {"~number": [str(value.dtype).removeprefix("torch."), value.item()]}
     return {"~tensor": keep(value.detach())}
 
 
-def _encode_mapping(value: Mapping[Any, Any], where: str, keep: Keep) -> Any:
-    parts = [(key, encode(part, f"{where}[{key!r}]", keep)) for key, part in value.items()]
+def _encode_mapping(value: Mapping[Any, Any], where: str, keep: Keep, depth: int) -> Any:
+    parts = [(key, encode(part, f"{where}[{key!r}]", keep, depth + 1)) for key, part in value.items()]
     if isinstance(value, Counter):
         return {"~counter": [[encode(key, where, keep), part] for key, part in parts]}
     if all(isinstance(key, str) and not key.startswith(_MARK) for key, _ in parts):
