@@ -1,5 +1,5 @@
-"""A save that comes to no end leaves the checkpoint that was there, several at once leave a whole one; paths that cannot
-be are told."""
+"""A save that comes to no end leaves the checkpoint that was there, several at once leave a whole one; paths that
+cannot be are told."""
 
 import fcntl
 import os

@@ -30,7 +30,7 @@ from colossal_nb.validation import shown
 
 FILE = "checkpoint.json"
 FORMAT, VERSION = "colossal_nb checkpoint", 1
-_DATA = re.compile(r"data-[0-9a-f]{8}")
+_DATA = re.compile(r"\.?data-[0-9a-f]{8}")  # hidden while it is being removed
 _BLOCK_BYTES = 2**20
 _TRIES = 20
 
@@ -97,7 +97,7 @@ def drop(path: Path, name: str) -> None:
         pass
     except OSError:
         return
-    shutil.rmtree(path / name, ignore_errors=True)
+    _remove(path, name)
     with suppress(OSError):
         path.rmdir()  # only where it is empty: there was no checkpoint before
 
@@ -130,8 +130,15 @@ def _remove_unused(path: Path, name: str, before: str) -> None:
     alone = lock.alone(path / name)
     # Looked up under the lock: who wrote this data has made it the checkpoint by now, or never will.
     if (alone or (alone is None and name == before)) and _current(path) not in ("", name):
-        shutil.rmtree(path / name, ignore_errors=True)
+        _remove(path, name)
     lock.release()
+
+
+def _remove(path: Path, name: str) -> None:
+    gone = path / f".{name.removeprefix('.')}"
+    with suppress(OSError):
+        os.rename(path / name, gone)  # at once: a rank that is still writing there cannot leave it half removed
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _current(path: Path) -> str:
