@@ -52,7 +52,7 @@ CELLS = [
     ("dp=2", "cnb.forward_backward(gpt(), loss_fn, tokens, tokens)", "ValueError", "is not parallel yet"),
     ("dp=2", "cnb.parallelize('model')", "ValueError", "takes a torch.nn.Module, not str"),
     ("dp=2", "cnb.parallelize(gpt(), adam(gpt()))", "ValueError", "the optimizer holds none of the model's parameters"),
-    ("dp=2", "cnb.parallelize(m := gpt(), torch.optim.LBFGS(m.parameters()))", "ValueError", "LBFGS"),
+    ("tp=2", "cnb.parallelize(m := gpt(), torch.optim.LBFGS(m.parameters()))", "ValueError", "LBFGS"),
     ("", "torch.distributed.all_reduce(torch.ones(2 + rank))", "Mismatch",
      "float32 [2], rank 1 calls all_reduce (sum) float32 [3]"),
     ("", "if rank: torch.distributed.barrier()\nelse: torch.distributed.all_reduce(torch.ones(2))", "Mismatch",
