@@ -46,7 +46,8 @@ def _refuse_around(ranks: int) -> None:
     )
 
 
-_refuse_around._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compiler.disable sets
+# What torch.compiler.disable sets, and it imports all of dynamo, which takes seconds, to do so.
+_refuse_around._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _is_compiled(module: nn.Module) -> bool:

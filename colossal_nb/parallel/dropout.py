@@ -218,8 +218,9 @@ class KeyedDropout:
     def _time_first(self, x: Tensor) -> bool:
         """Whether the batch is dim 1 by what torch's transformer layers say; their attention drops batch first."""
         above = self._modules.get(self.place().rpartition(".")[0])
-        layer = isinstance(above, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
-        return layer and x.dim() == 3 and not above.self_attn.batch_first  # type: ignore[union-attr]
+        if not isinstance(above, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            return False
+        return x.dim() == 3 and not above.self_attn.batch_first
 
     def _dropout(self, name: str, x: Tensor, p: float) -> Tensor:
         if self._time_first(x):

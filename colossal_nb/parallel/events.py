@@ -76,6 +76,7 @@ def watch(parallel: Parallel, optimizer: torch.optim.Optimizer) -> None:
     optimizer.register_step_pre_hook(check)
     loss_scale.watch(parallel, optimizer)
     optimizer.register_step_pre_hook(before)
+    # The update is over before the user's post-hooks run, in which a Stop may come; torch has no way to say "first".
     first = optimizer.register_step_post_hook(over)
     optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(after)

@@ -363,7 +363,9 @@ def log(**values: Any) -> None:
     recorder = World.current().recorder
     for name, value in values.items():
         try:
-            number = float(None if isinstance(value, str | bytes) else value)  # type: ignore[arg-type]
+            if isinstance(value, str | bytes):  # of which float() would read some
+                raise TypeError("text")
+            number = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(f"log({name}={shown(value)}): a value is one number, or a tensor with one") from error
         recorder.mark(events.running_step(), "log", name, number)
