@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel import (
@@ -18,64 +17,22 @@ from colossal_nb.parallel import (
     gradients,
     kept,
     loss_scale,
-    memory,
     outputs,
     outside,
     parameter_hooks,
     trouble,
 )  # fmt: skip
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
-from colossal_nb.parallel.counting import CountingMeans, Seen
-from colossal_nb.parallel.dropout import pass_by
 from colossal_nb.parallel.handle import Parallel, require
-from colossal_nb.parallel.losses import Part, check, own_loss, part, value_of
+from colossal_nb.parallel.losses import check, own_loss
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.outside import Outside
-from colossal_nb.parallel.recompute import recomputing
+from colossal_nb.parallel.passes import Done, run
 from colossal_nb.parallel.statistics import Statistics, note_others
 from colossal_nb.parallel.structure import leaves, rebuild
-from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.trace import untouched
 from colossal_nb.parallel.world import World
 from colossal_nb.validation import called_as, shown
-
-
-@dataclass
-class Done:
-    """What one rank made of its pieces: parts of the loss (on the last stage) and, where asked for, outputs.
-
-    `samples` of the batch are in `total` parts. `keep`: "" (nothing), "all", or "some": as many samples as the
-    comparison of the parts' losses may see. Gradients are those of the sums divided by `unit`. `statistics`: None where
-    what the forwards move is put back.
-    """
-
-    pieces: list[Piece]
-    keep: str
-    samples: int
-    total: int
-    outside: Outside
-    unit: float = 1.0
-    statistics: Statistics | None = None
-    parts: list[Part] = field(default_factory=list)
-    kept: outputs.Kept = field(default_factory=list)
-
-    def add(self, result: Part, output: Any, piece: Piece) -> None:
-        self.parts.append(result.detached())
-        if self.keep:
-            count = piece.samples
-            if self.keep == "some":
-                output, count = outputs.first_samples(output, count, self.total)
-            self.kept.append((piece.start, piece.start + count, rebuild(gather(output), Tensor.detach)))
-
-    def watched(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.statistics is None else self.statistics.watched()
-
-    def begin(self, parallel: Parallel, number: int) -> None:
-        """The forward of this rank's piece `number` begins."""
-        if self.statistics is not None:
-            self.statistics.begin(parallel.place["dp"] + number * parallel.replicas)
-        if parallel.dropout is not None and parallel.model.training:
-            parallel.dropout.begin(parallel.calls, self.pieces[number].start, self.pieces[number].stop)
 
 
 @called_as("loss = cnb.forward_backward(model, loss_fn, inputs, targets)")
@@ -104,51 +61,116 @@ def forward_backward(
 
         verify_once(model, loss_fn, inputs, targets)
     events.begin(parallel)
+    _prepare(parallel, inputs)
+    batch = _Batch.of(parallel, inputs, targets)
+    others, owners = Outside.of(parallel, loss_fn, (inputs, targets)), kept.owners(model)
+    step = _Step(parallel, loss_fn, batch, others, Statistics(parallel, owners), _unit(parallel, loss_fn, batch))
+    fresh = not parallel.accumulating and all(p.grad is None for p in parallel.held().values())
+    with kept.buffers(parallel, owners), others, gradients.kept_apart(step.trained):
+        done, totals = step.proved(return_output)
+        step.finish(done, totals)
+        loss_scale.seen(parallel, fresh)
+    if math.isnan(totals.loss) and parallel.pipeline is not None:
+        World.current().note(_NAN)
+    note_others(parallel, step.statistics)
+    parallel.draws.note(parallel)
+    events.stepped(parallel, totals.loss)
+    loss = totals.tensor(parallel.device)
+    return (loss, _whole_output(parallel, loss_fn, done, loss)) if return_output else loss
+
+
+def _prepare(parallel: Parallel, inputs: Any) -> None:
+    """The split that waited for a first batch, and what a pipeline cannot run."""
     if parallel.pending:
         from colossal_nb.parallel.parallelize import split
 
         split(parallel, arguments(inputs))
     if parallel.pipeline is not None:
         parallel.pipeline.refuse_hooks()
-    agree.compare_data(parallel, inputs, targets)
-    data = agree.sampled(parallel, inputs, targets)
-    given = inputs, targets
-    inputs, targets = move(inputs, parallel.device), move(targets, parallel.device)
-    samples = batch_size(inputs)
-    mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
-    total = parallel.replicas * len(mine)
-    others = Outside.of(parallel, loss_fn, given)
-    fresh = not parallel.accumulating and all(p.grad is None for p in parallel.held().values())
-    held = [*parallel.held().values(), *others.tensors.values()]
-    owners = kept.owners(model)
-    statistics = Statistics(parallel, owners)
-    with kept.buffers(parallel, owners), others, gradients.kept_apart(held):
-        unit = _unit(parallel, targets if loss_fn is not None else _labels(inputs))
-        keep = "all" if return_output else "some" if _compares(parallel, loss_fn, samples) else ""
-        done, totals = _attempt(parallel, loss_fn, Done(mine, keep, samples, total, others, unit, statistics), data)
-        statistics.settle(min(samples, parallel.replicas * parallel.microbatches))
-        if not keep and _compares(parallel, loss_fn, samples, totals):
-            # Its parts count in another way than before, and their outputs are gone: once more, to compare.
-            for p in held:
-                p.grad = None
-            with untouched(model):
-                done, totals = _attempt(parallel, loss_fn, Done(mine, "some", samples, total, others, unit), data)
-        if loss_fn is not None and _compares(parallel, loss_fn, samples, totals):
-            outputs.compare(parallel, loss_fn, done.kept, targets, samples)
-            _note_compared(parallel, loss_fn, totals)
-        elif loss_fn is None and totals.guessed and total > 1:
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A global batch on this rank's device: `samples` in `total` parts, of which `mine` are this rank's. `data` stands
+    for its numbers where ranks compare what they were given."""
+
+    inputs: Any
+    targets: Any
+    samples: int
+    mine: list[Piece]
+    total: int
+    data: int
+
+    @classmethod
+    def of(cls, parallel: Parallel, inputs: Any, targets: Any) -> _Batch:
+        """Raises ValueError on all ranks for batches that differ between ranks. Collective in the first calls."""
+        agree.compare_data(parallel, inputs, targets)
+        data = agree.sampled(parallel, inputs, targets)
+        inputs, targets = move(inputs, parallel.device), move(targets, parallel.device)
+        mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
+        return cls(inputs, targets, batch_size(inputs), mine, parallel.replicas * len(mine), data)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One forward_backward: the passes of all parts, and what is made of their sums. Its methods are collective.
+
+    `others`: what is trained outside the model; sums of losses are divided by `unit` before their backward.
+    """
+
+    parallel: Parallel
+    loss_fn: LossFn | None
+    batch: _Batch
+    others: Outside
+    statistics: Statistics
+    unit: float
+
+    @property
+    def trained(self) -> list[Tensor]:
+        return [*self.parallel.held().values(), *self.others.tensors.values()]
+
+    def proved(self, return_output: bool) -> tuple[Done, agree.Totals]:
+        """All parts forward and backward; where it is not known yet, that their losses make the whole batch's."""
+        keep = "all" if return_output else "some" if self._compares() else ""
+        done, totals = self._passes(keep, self.statistics)
+        self.statistics.settle(min(self.batch.samples, self.parallel.replicas * self.parallel.microbatches))
+        if self.loss_fn is None and totals.guessed and self.batch.total > 1:
             World.current().note(_OWN_GUESSED)
-        used, count = others.settle(loss_fn, totals.sums), 1 if _at_once(parallel, mine) else totals.count / unit
-        gradients.finish(parallel, totals.active, count)
-        outside.finish(parallel, used, count)
-        loss_scale.seen(parallel, fresh)
-    if math.isnan(totals.loss) and parallel.pipeline is not None:
-        World.current().note(_NAN)
-    note_others(parallel, statistics)
-    parallel.draws.note(parallel)
-    events.stepped(parallel, totals.loss)
-    loss = totals.tensor(parallel.device)
-    return (loss, _whole_output(parallel, loss_fn, done, loss)) if return_output else loss
+        if self.loss_fn is None or not self._compares(totals):
+            return done, totals
+        if not keep:
+            # Its parts count in another way than before, and their outputs are gone: once more, to compare.
+            for p in self.trained:
+                p.grad = None
+            with untouched(self.parallel.model):
+                done, totals = self._passes("some", None)
+        outputs.compare(self.parallel, self.loss_fn, done.kept, self.batch.targets, self.batch.samples)
+        _note_compared(self.parallel, self.loss_fn, totals)
+        return done, totals
+
+    def _passes(self, keep: str, statistics: Statistics | None) -> tuple[Done, agree.Totals]:
+        batch = self.batch
+        done = Done(batch.mine, keep, batch.samples, batch.total, self.others, self.unit, statistics)
+        with self.parallel.draws.looking(self.parallel):
+            run(self.parallel, self.loss_fn, done)
+        return done, agree.totals(self.parallel, done.parts, batch.data, self.others.flags())
+
+    def _compares(self, totals: agree.Totals | None = None) -> bool:
+        """Whether it is to be proved that the parts' losses make the whole: once for each loss_fn, once more when its
+        parts first count unequally, always where their counts are a guess; where there are parts for every replica."""
+        parts = self.parallel.replicas * self.parallel.microbatches
+        if self.loss_fn is None or parts == 1 or self.batch.samples < self.parallel.replicas:
+            return False
+        if totals is not None and totals.guessed:
+            return True
+        return (outputs.kind(self.loss_fn), totals is not None and totals.uneven) not in self.parallel.compared
+
+    def finish(self, done: Done, totals: agree.Totals) -> None:
+        """Gradients of this rank's parts become those of the whole batch."""
+        used = self.others.settle(self.loss_fn, totals.sums)
+        count = 1 if done.at_once(self.parallel) else totals.count / self.unit
+        gradients.finish(self.parallel, totals.active, count)
+        outside.finish(self.parallel, used, count)
 
 
 def _whole_output(parallel: Parallel, loss_fn: LossFn | None, done: Done, loss: Tensor) -> Any:
@@ -159,35 +181,15 @@ def _whole_output(parallel: Parallel, loss_fn: LossFn | None, done: Done, loss: 
     return rebuild(output, lambda leaf: loss.clone() if leaf is own else leaf)
 
 
-def _unit(parallel: Parallel, targets: Any) -> float:
+def _unit(parallel: Parallel, loss_fn: LossFn | None, batch: _Batch) -> float:
     """By what sums of losses are divided before their backward, the same on all ranks: 1, since the count of a mean is
     known afterwards; in fp16, whose range a sum over many tokens would leave, about the number of targets."""
     if parallel.precision.scale is None:
         return 1.0
-    return 2.0 ** math.ceil(math.log2(max([1, *(leaf.numel() for leaf in leaves(targets))])))
-
-
-def _labels(inputs: Any) -> list[Tensor]:
-    """What a model that computes its own loss likely has as targets."""
-    return [leaf for leaf in leaves(inputs) if not leaf.is_floating_point()]
-
-
-def _attempt(parallel: Parallel, loss_fn: LossFn | None, done: Done, data: int) -> tuple[Done, agree.Totals]:
-    with parallel.draws.looking(parallel):
-        _run(parallel, loss_fn, done)
-    return done, agree.totals(parallel, done.parts, data, done.outside.flags())
-
-
-def _compares(
-    parallel: Parallel, loss_fn: LossFn | None, samples: int, totals: agree.Totals | None = None
-) -> bool:
-    """Whether it is to be proved that the parts' losses make the whole: once for each loss_fn, once more when its
-    parts first count unequally, always where their counts are a guess; where there are parts for every replica."""
-    if loss_fn is None or parallel.replicas * parallel.microbatches == 1 or samples < parallel.replicas:
-        return False
-    if totals is not None and totals.guessed:
-        return True
-    return (outputs.kind(loss_fn), totals is not None and totals.uneven) not in parallel.compared
+    # A model that computes its own loss likely has its targets among whole numbers.
+    likely = [leaf for leaf in leaves(batch.inputs) if not leaf.is_floating_point()]
+    targets = likely if loss_fn is None else leaves(batch.targets)
+    return 2.0 ** math.ceil(math.log2(max([1, *(leaf.numel() for leaf in targets)])))
 
 
 def _note_compared(parallel: Parallel, loss_fn: LossFn, totals: agree.Totals) -> None:
@@ -211,122 +213,6 @@ _OWN_GUESSED = (
     "the model's own loss is not made of torch's mean losses, so its parts are weighted by their samples: where they "
     "count in another way, return the outputs and give forward_backward a loss_fn"
 )
-
-
-def _at_once(parallel: Parallel, mine: list[Piece]) -> bool:
-    """Whether one backward makes the whole gradient: then it is divided at its root, as the sequential program does."""
-    return parallel.replicas == 1 and parallel.pipeline is None and len(mine) == 1
-
-
-def _run(parallel: Parallel, loss_fn: LossFn | None, done: Done) -> None:
-    """Forward and backward of this rank's pieces; gradients are those of the sums."""
-    mine = done.pieces
-    keyed = parallel.dropout if parallel.dropout is not None and parallel.model.training else None
-    masks = keyed.running() if keyed else nullcontext()
-    working = parallel.precision.working(parallel)
-    watched = done.watched()
-    with parallel.running(), torch.enable_grad(), working, watched, memory.activations(), masks, recomputing(parallel):
-        if parallel.pipeline is None:
-            for number, piece in enumerate(mine):
-                _piece(parallel, loss_fn, piece, number, done)
-        elif mine:
-            _pipeline(parallel, loss_fn, mine, done)
-    memory.sample()
-
-
-def _piece(parallel: Parallel, loss_fn: LossFn | None, piece: Piece, number: int, done: Done) -> None:
-    recorder = World.current().recorder
-    token = recorder.begin("F", stage=0, microbatch=number)
-    done.begin(parallel, number)
-    try:
-        args, kwargs = parallel.precision.lower(arguments(piece.inputs))
-        with _own_loss(parallel, loss_fn) as means, parallel.precision.installed():
-            output = parallel.model(*args, **kwargs)
-        result = _finished(parallel, loss_fn, output, piece, Seen() if means is None else means.taken(), done)
-    finally:
-        recorder.end(token)
-    memory.sample()
-    token = recorder.begin("B", stage=0, microbatch=number)
-    try:
-        with parallel.precision.installed():  # blocks may run again
-            result.backward(result.count if result.count and _at_once(parallel, done.pieces) else done.unit)
-    finally:
-        recorder.end(token)
-
-
-@contextmanager
-def _own_loss(parallel: Parallel, loss_fn: LossFn | None) -> Iterator[CountingMeans | None]:
-    """Around forwards: sees the means inside the model where its own loss is taken."""
-    if loss_fn is not None:
-        yield None
-        return
-    with CountingMeans() as means, parallel.precision.own_losses():
-        yield means
-
-
-def _finished(
-    parallel: Parallel, loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, done: Done
-) -> Part:
-    """The loss of one piece, in fp32 and kept with its output."""
-    own = parallel.precision
-    if loss_fn is not None:
-        output = own.raised(output)
-    result = measured(loss_fn, output, piece, seen, done.samples)
-    if loss_fn is None:
-        result = replace(result, value=own.raised(result.value))
-    done.outside.look(result.value, output)
-    done.add(result, output, piece)
-    return result
-
-
-def measured(loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, batch: int) -> Part:
-    """The loss of one piece of `batch` samples; `seen` is what happened inside the model when its own is taken."""
-    if loss_fn is None:
-        return _trainable(part(own_loss(output), seen, piece.samples, batch))
-    try:
-        with CountingMeans(by_hand=True) as means:
-            value = value_of(loss_fn, output, piece.targets)
-    except Exception as error:
-        uncut = [str(list(t.shape)) for t in leaves(piece.targets) if not t.dim() or t.shape[0] != piece.samples]
-        if not uncut or piece.samples == batch:
-            raise
-        raise ValueError(
-            f"the inputs have {batch} samples, targets of shape {', '.join(uncut)} do not begin with that number, so "
-            f"they went whole to loss_fn, with the outputs of samples {piece.start} to {piece.stop - 1}, and it failed "
-            f"({type(error).__name__}: {error}). Targets with one entry per sample are cut like the inputs"
-        ) from error
-    return _trainable(part(value, means.taken(), piece.samples, batch))
-
-
-def _trainable(result: Part) -> Part:
-    """Raises ValueError for a loss that no gradient can come from; a part of the batch may add a plain zero."""
-    if not result.value.requires_grad and result.value != 0:
-        raise ValueError(
-            "this is a loss without a gradient: it was detached, made under torch.no_grad(), does not depend on the "
-            "output, or all parameters are frozen (requires_grad=False), so nothing would be trained"
-        )
-    return result
-
-
-def _pipeline(parallel: Parallel, loss_fn: LossFn | None, mine: list[Piece], done: Done) -> None:
-    """The schedule's actions; the loss is taken where the last stage ends."""
-    assert parallel.pipeline is not None
-    own = parallel.precision
-    with _own_loss(parallel, loss_fn) as means, own.installed():
-
-        def loss_of(output: Any, number: int) -> tuple[Tensor, None]:
-            seen = Seen() if means is None else means.taken()
-            with own.installed(low=False):
-                result = _finished(parallel, loss_fn, output, mine[number], seen, done)
-            return result.value * (result.weight / done.unit), None
-
-        def begin(number: int, site: int) -> None:
-            if site == 0:
-                done.begin(parallel, number)
-            pass_by(parallel, site)
-
-        given = [own.lower(arguments(piece.inputs)) for piece in mine]
-        parallel.pipeline.run_step(given, loss_of, begin, done.outside.look_below)
 
 
 @called_as("with cnb.accumulate(model): around several forward_backward")

@@ -17,7 +17,7 @@ from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.losses import Part, own_loss, value_of
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.outside import known
-from colossal_nb.parallel.step import measured
+from colossal_nb.parallel.passes import measured
 from colossal_nb.parallel.unread import whole
 from colossal_nb.parallel.verify.twins import Twin
 
