@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel import objects, replicas, trouble
+from colossal_nb.parallel import objects, trouble
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.outcome import alike, together
@@ -58,7 +58,7 @@ def save(
     if parallel is not None and parallel.accumulating:
         raise ValueError("save inside accumulate(model) would lose the gradients of the calls so far: save after it")
     if parallel is not None:
-        replicas.require_alike(parallel)
+        trouble.require_alike(parallel)
     alike(join_pending, group, "save")
     states = {name: _state_of(name, value) for name, value in extra.items()}
     draft = alike(lambda: draft_of(everything, states, group.index == 0), group, "save")

@@ -119,7 +119,7 @@ class Parallel:
         self._held = {}
 
     def position(self) -> Position:
-        """Where this rank stands, without checksums."""
+        """Where this rank stands."""
         steps, optimizers, cut = self.steps, self.optimizers, len(self.steps.over)
         return Position(
             self.rank,

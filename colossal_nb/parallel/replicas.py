@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from colossal_nb.parallel import objects, trouble
+from colossal_nb.parallel import objects
 from colossal_nb.parallel.batch import ranks_text
 from colossal_nb.parallel.handle import Parallel
 from colossal_nb.parallel.layouts import layout_of
@@ -36,16 +36,6 @@ class Apart:
     def __str__(self) -> str:
         size = f" (by {self.difference:.1e} of its size)" if self.difference else ""
         return f"replicas of {self.name} differ between {ranks_text(sorted((self.first, *self.ranks)))}{size}"
-
-
-def require_alike(parallel: Parallel) -> None:
-    """Raise ValueError on all ranks alike where replicas differ, naming the first parameter. Collective."""
-    found = differing(parallel)
-    if found:
-        replica = [parallel.mesh.coordinate(rank)["dp"] for each in found for rank in each.ranks]
-        parallel.torn = sentence(found)
-        parallel.source = 0 if parallel.replicas > 1 and 0 not in replica else None
-        trouble.settle(parallel)
 
 
 def sentence(found: list[Apart]) -> str:

@@ -16,9 +16,7 @@ Marks = tuple[int, int, int]
 @dataclass(frozen=True)
 class Position:
     """Where one rank stands with a model. `half`: a step() was cut short; `hooks`: its post-hooks were, after a whole
-    update; `wrote`: post-hooks have written to the weights. `known`: why they were torn when the model was copied.
-    `weights`: a checksum, `shared`: of the weights that the ranks along tp hold alike, `outside`: of what is trained
-    outside the model; 0 where nobody compares them."""
+    update; `wrote`: post-hooks have written to the weights. `known`: why they were torn when the model was copied."""
 
     rank: int
     finished: tuple[int, ...]
@@ -31,9 +29,6 @@ class Position:
     calls: int
     in_step: int
     step: int
-    weights: int = 0
-    shared: int = 0
-    outside: int = 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

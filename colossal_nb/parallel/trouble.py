@@ -8,17 +8,13 @@ ranks tell each other, and compare the weights that should be equal.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
-from colossal_nb.parallel import kept, objects
-from colossal_nb.parallel.batch import checksum, ranks_text
-from colossal_nb.parallel.handle import Parallel, holds, tell
-from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel import kept, objects, replicas
+from colossal_nb.parallel.batch import ranks_text
+from colossal_nb.parallel.handle import Parallel, tell
 from colossal_nb.parallel.steps import Position
 from colossal_nb.parallel.world import World
-from colossal_nb.plan import Mesh, Replicate
-
-Place = tuple[int, ...]
+from colossal_nb.plan import Mesh
 
 
 def settle(parallel: Parallel) -> None:
@@ -28,20 +24,25 @@ def settle(parallel: Parallel) -> None:
     """
     era = World.current().era
     if parallel.steps.era is not era:
-        told = objects.all_gather(_own(parallel), parallel.group(), "steps")
-        parallel.torn = _fault(told, parallel.mesh)
-        parallel.source = _whole_replica(told, parallel.mesh)
-        if not parallel.torn:
+        told = _gathered(parallel)
+        parallel.torn, parallel.source = _fault(told), _whole_replica(told, parallel.mesh)
+        if not parallel.torn and not _apart(parallel):
             _join(parallel, told)
         parallel.steps.era = era
     if parallel.torn:
         raise ValueError(_advice(parallel))
 
 
-def look(parallel: Parallel) -> None:
-    """The same before a use that one rank may make alone: by what every rank has told when the era began.
+def require_alike(parallel: Parallel) -> None:
+    """Raise ValueError on all ranks alike where replicas differ, naming the first parameter. Collective."""
+    if _apart(parallel):
+        raise ValueError(_advice(parallel))
 
-    Sees where a step, a forward_backward or a load ended on some ranks alone; checksums are not compared. Raises
+
+def look(parallel: Parallel) -> None:
+    """The same as `settle` before a use that one rank may make alone: by what every rank has told when the era began.
+
+    Sees where a step, a forward_backward or a load ended on some ranks alone; weights are not compared. Raises
     ValueError on every rank that calls it.
     """
     glance(parallel)
@@ -55,7 +56,7 @@ def glance(parallel: Parallel) -> None:
     if steps.era is era or steps.looked is era:
         return
     told = _told(parallel)
-    if fault := _fault(told, parallel.mesh):
+    if fault := _fault(told):
         parallel.torn, parallel.source = fault, _whole_replica(told, parallel.mesh)
     elif not parallel.torn:
         parallel.end_step()
@@ -75,8 +76,7 @@ def _told(parallel: Parallel) -> list[Position]:
 
 def stopped(parallel: Parallel) -> None:
     """All ranks stop in the same forward_backward: say how they stand. Collective."""
-    told = objects.all_gather(_own(parallel), parallel.group(), "steps")
-    if not _fault(told, parallel.mesh):
+    if not _fault(_gathered(parallel)) and not _apart(parallel):
         parallel.steps.entered = parallel.calls  # it leaves nothing behind
         left = ", .grad what it held before this forward_backward" if parallel.calls_in_step else ""
         tell(f"stopped between steps: the weights of step {parallel.step} are whole on all ranks{left}")
@@ -99,16 +99,23 @@ def united(parallel: Parallel) -> None:
     parallel.torn = ""
 
 
-def _own(parallel: Parallel) -> Position:
-    held = list(parallel.held().values())
-    alike = [p for p in held if (layout := layout_of(p)) and isinstance(layout.placement("tp"), Replicate)]
-    shared = checksum([p.detach() for p in alike if holds(p, parallel.rank)])
-    weights, outside = checksum([p.detach() for p in held]), checksum(parallel.outside)
-    return replace(parallel.position(), weights=weights, shared=shared, outside=outside)
+def _gathered(parallel: Parallel) -> list[Position]:
+    told: list[Position] = objects.all_gather(parallel.position(), parallel.group(), "steps")
+    return told
 
 
-def _fault(told: list[Position], mesh: Mesh) -> str:
-    """What is wrong with the weights; "" if nothing is."""
+def _apart(parallel: Parallel) -> bool:
+    """Whether ranks that should hold the same weights and states do not; then they are torn. Collective."""
+    found = replicas.differing(parallel)
+    if found:
+        odd = {parallel.mesh.coordinate(rank)["dp"] for each in found for rank in each.ranks}
+        parallel.torn = replicas.sentence(found)
+        parallel.source = 0 if parallel.replicas > 1 and 0 not in odd else None
+    return bool(found)
+
+
+def _fault(told: list[Position]) -> str:
+    """What is wrong with where the ranks are; "" if nothing is."""
     if known := [each.known for each in told if each.known]:
         return known[0]
     if cut := [each for each in told if each.replacing]:
@@ -125,28 +132,12 @@ def _fault(told: list[Position], mesh: Mesh) -> str:
             for some in places.values()
         ]
         return "a step ended on some ranks only: " + ", ".join(said)
-    odd = _odd(told, mesh)
-    return f"the weights on {ranks_text(odd)} are not those of the other replicas" if odd else ""
+    return ""
 
 
 def _half(position: Position, told: list[Position]) -> bool:
     """Whether a rank is in the middle of a step; in its post-hooks it is where these write to the weights anywhere."""
     return position.half or (position.hooks and any(each.wrote for each in told))
-
-
-def _odd(told: list[Position], mesh: Mesh) -> list[int]:
-    """Ranks whose weights are not those of the first rank that should hold the same."""
-    first: dict[tuple[str, Place], int] = {}
-    odd = []
-    for each in told:
-        place = mesh.coordinate(each.rank)
-        across = tuple(at for axis, at in place.items() if axis != "dp")
-        along = tuple(at for axis, at in place.items() if axis != "tp")
-        same = first.setdefault(("dp", across), each.weights) == each.weights
-        same = same and first.setdefault(("all", ()), each.outside) == each.outside
-        if not same or first.setdefault(("tp", along), each.shared) != each.shared:
-            odd.append(each.rank)
-    return odd
 
 
 def _whole_replica(told: list[Position], mesh: Mesh) -> int | None:

@@ -394,5 +394,5 @@ def meddled() -> str:
     return str(caught.value)
 
 
-def test_checksums_find_what_counters_do_not_see(ranks: Any) -> None:
-    assert "the weights on rank 1 are not those of the other replicas" in ranks(2).run(meddled)[0]
+def test_weights_are_compared_where_counters_see_nothing(ranks: Any) -> None:
+    assert "torn: replicas of token.weight differ between ranks 0 and 1" in ranks(2).run(meddled)[0]
