@@ -154,6 +154,8 @@ class Group:
     def _allowed(self) -> None:
         """Raise at once where the call could never end."""
         self.epoch.check()
+        if self.epoch.world.alone == threading.get_ident():
+            raise RuntimeError("this runs on one rank alone while the others wait: nobody would answer a message")
         subset = self.epoch.world.subset
         missing = [rank for rank in self.ranks if subset is not None and rank not in subset]
         if missing:

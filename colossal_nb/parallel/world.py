@@ -107,7 +107,8 @@ class World:
     Attributes: `rank`, `ranks` (the global ranks that work together), `world_size`, `epoch`, `device`, `recorder`,
     `ledger` (its device's memory, of `capacity_bytes` if given),
     `strategy` (the running cell's default, or None), `notes` (lines to tell the user once), `subset` (the ranks of a
-    cell that runs on some alone, or None), `verify` (whether the next forward_backward is to be compared with the
+    cell that runs on some alone, or None), `alone` (the thread that may not talk to other ranks, because they wait
+    elsewhere), `verify` (whether the next forward_backward is to be compared with the
     sequential program first), `interrupted` (set before an abort that means KeyboardInterrupt), `lives`
     (rank -> which process with that number it is, where it is not the first), `parallels` (what the parallel models of
     this process carry).
@@ -136,6 +137,7 @@ class World:
         self.ledger = Ledger(rank, self.recorder, capacity_bytes)
         self.notes: list[str] = []
         self.subset: frozenset[int] | None = None
+        self.alone: int | None = None
         self.verify = False
         self.verified: Any = None  # the model and the verdict of a cell with --verify, until the cell ends
         self.interrupted = False

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colossal_nb.parallel import parameter_hooks
-from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel, find
 from colossal_nb.parallel.reachable import is_of_user
 from colossal_nb.parallel.verify.twins import Twin
 from colossal_nb.parallel.work import Released
+from colossal_nb.parallel.world import World
 
 Key = tuple[str, str, int]  # the parameter, on what of it the hook is, its number there
 Failures = dict[Key, str]
@@ -131,18 +131,12 @@ def _guarded(hook: Callable[[Any], Any], key: Key, failures: Failures, around: A
 @contextmanager
 def _talking_to_nobody() -> Iterator[None]:
     """Inside, a message of this thread to other ranks, which are waiting elsewhere, is an error."""
-    before, thread = Group.run, threading.get_ident()
-
-    def run(self: Group, *args: Any, **options: Any) -> Any:
-        if threading.get_ident() == thread:
-            raise RuntimeError("it talks to other ranks, and the sequential program has none")
-        return before(self, *args, **options)
-
-    Group.run = run  # type: ignore[method-assign]
+    world = World.current()
+    before, world.alone = world.alone, threading.get_ident()
     try:
         yield
     finally:
-        Group.run = before  # type: ignore[method-assign]
+        world.alone = before
 
 
 def _globals_in(code: types.CodeType) -> Iterator[str]:
