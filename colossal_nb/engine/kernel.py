@@ -5,10 +5,12 @@ import asyncio
 import builtins
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ipyparallel.engine.app as engine_app
+from ipykernel.zmqshell import ZMQInteractiveShell
 from ipyparallel.engine.kernel import IPythonParallelKernel
 
 from colossal_nb.engine import files, progress, prompts, tracebacks
@@ -20,10 +22,20 @@ from colossal_nb.engine.streams import Stream, Streams, pack
 SETTINGS = "colossal"
 
 
+class RankShell(ZMQInteractiveShell):                                  # type: ignore[misc]
+    """IPython's shell of a rank."""
+
+    @contextmanager
+    def _tee(self, channel: str) -> Iterator[None]:
+        """Without the copy of all that is printed: `Run` has it, and here it would grow as long as the rank lives."""
+        yield
+
+
 class RankKernel(IPythonParallelKernel):                               # type: ignore[misc]
     """Runs cells in the main thread to their end, one reply each; answers `colossal_request` (see `requests`)."""
 
     cells: Cells                                       # set on the class before the engine makes its kernel
+    shell_class = RankShell
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

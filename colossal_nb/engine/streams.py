@@ -88,9 +88,10 @@ class Stream(_Base):                                                   # type: i
         """Whether a text may go the short way, past ipykernel's locks: a loop of prints is twice as fast."""
         if threading.get_ident() != self._main or os.getpid() != self._master_pid or self.echo is not None:
             return False
-        if self._short and self.parent_header is not self._short_parent:
+        parent = self.parent_header
+        if self._short and parent is not self._short_parent:
             return False
-        self._short_parent = self.parent_header
+        self._short_parent = parent
         return self.pub_thread is not None
 
     def _hand_over(self) -> None:
