@@ -22,7 +22,7 @@ from colossal_nb.engine.streams import Stream, Streams, pack
 SETTINGS = "colossal"
 
 
-class RankShell(ZMQInteractiveShell):                                  # type: ignore[misc]
+class RankShell(ZMQInteractiveShell):
     """IPython's shell of a rank."""
 
     @contextmanager
