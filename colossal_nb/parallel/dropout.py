@@ -3,27 +3,23 @@
 So are the slopes of rrelu, and the dropout between the layers of a recurrent module (not of packed sequences).
 
 A site is a module and which of its dropouts in this forward. Each sample's mask is drawn from a generator of its own,
-in the shape that the whole model has there; a rank that holds some features or heads takes its part of it. Attention
-with dropout is computed in the open (the scores exist), since no fused kernel takes a mask of ours.
+in the shape that the whole model has there; a rank that holds some features or heads takes its part of it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from colossal_nb.parallel.attention import attention_arguments, attention_weights, repeated
 from colossal_nb.parallel.compat import in_backward
-from colossal_nb.parallel.recurrent import RECURRENT, between_layers
+from colossal_nb.parallel.masks import Fill, Masks, attention_by_name
 
 if TYPE_CHECKING:
     from colossal_nb.parallel.handle import Parallel
@@ -31,15 +27,8 @@ if TYPE_CHECKING:
 Site = tuple[str, int]
 Features = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 """Per sharded region its name and, per rank, the features that its row-parallel linear reads there."""
-# What all of torch's dropouts end in, under whatever name they were imported; the "feature" ones drop whole channels.
-# A function mode would not do: it is off inside a backward, where checkpointed blocks run again.
-ENDINGS = tuple(f"{kind}dropout{end}" for kind in ("", "feature_", "alpha_", "feature_alpha_") for end in ("", "_"))
-RRELU = ("rrelu", "rrelu_")
-REPLACED = (*ENDINGS, *RRELU, *RECURRENT)
-ATTENTION = functional.scaled_dot_product_attention
 MOST_STATES = 4096  # of forwards whose backward may be to come
 Part = tuple[Any, int, int]
-ALPHA = 1.7580993408473766  # where torch's alpha dropout puts what it drops
 
 
 class KeyedDropout:
@@ -64,7 +53,7 @@ class KeyedDropout:
         self._states: dict[int, tuple[Part, dict[str, int]]] = {}
         self._forwards = (0, 0)
         self.unsure: dict[str, None] = {}  # modules that drop where dim 0 does not look like the batch
-        self._named = _attention_by_name(model)
+        self._named = attention_by_name(model)
         for name, module in model.named_modules():
             module.register_forward_pre_hook(_Enter(self, name))
             module.register_forward_hook(_Leave(self), always_call=True)
@@ -149,25 +138,6 @@ class KeyedDropout:
             torch.set_rng_state(state)
             self._states.clear()
 
-    @contextmanager
-    def _replaced(self) -> Iterator[None]:
-        places = [(vars(room), name) for room in (torch, torch._VF) for name in REPLACED]
-        places += [(vars(functional), name) for name in (ATTENTION.__name__, "rrelu_")]  # torch's own, by another name
-        places += [(named.room, named.name) for named in self._named]
-        before = [(room, name, room.get(name)) for room, name in places]
-        for room, name in places:
-            room[name] = self._replacement(name if name in REPLACED else ATTENTION.__name__)
-        active, self._active = self._active, True
-        try:
-            yield
-        finally:
-            self._active = active
-            for room, name, value in before:
-                if value is None:
-                    del room[name]
-                else:
-                    room[name] = value
-
     def record(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the whole model once in training mode and note the shapes at its sites; model and states stay."""
         modes = [(module, module.training) for module in model.modules()]
@@ -188,32 +158,14 @@ class KeyedDropout:
                 for buffer, before in buffers:
                     buffer.copy_(before)
 
-    def _replacement(self, name: str) -> Callable[..., Any]:
-        """What stands under a name while the model runs."""
-        if name == ATTENTION.__name__:
-            return self._attention
-        plain = getattr(torch._C._VariableFunctions, name)
-        if name in RECURRENT:
-            return between_layers(plain, lambda x, p: self._drop("dropout", x, p))
-
-        def rrelu(
-            input: Tensor,  # noqa: A002 - torch's own name
-            lower: float = 1 / 8,
-            upper: float = 1 / 3,
-            training: bool = False,
-            generator: torch.Generator | None = None,
-        ) -> Any:
-            if training and lower < upper and generator is None:
-                return self._rrelu(name, input, lower, upper)
-            return plain(input, lower, upper, training, generator)
-
-        if name in RRELU:
-            return rrelu
-
-        def dropout(input: Tensor, p: float, train: bool) -> Any:  # noqa: A002 - torch's own name
-            return self._dropout(name, input, p) if train and p > 0 else plain(input, p, train)
-
-        return dropout
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        active, self._active = self._active, True
+        try:
+            with Masks(self._drawn, self._time_first).installed(self._named):
+                yield
+        finally:
+            self._active = active
 
     def _time_first(self, x: Tensor) -> bool:
         """Whether the batch is dim 1 by what torch's transformer layers say; their attention drops batch first."""
@@ -222,43 +174,7 @@ class KeyedDropout:
             return False
         return x.dim() == 3 and not above.self_attn.batch_first
 
-    def _dropout(self, name: str, x: Tensor, p: float) -> Tensor:
-        if self._time_first(x):
-            return self._drop(name, x.transpose(0, 1), p).transpose(0, 1)
-        return self._drop(name, x, p)
-
-    def _drop(self, name: str, x: Tensor, p: float) -> Tensor:
-        channels = name.startswith("feature")
-        shape = torch.Size([*x.shape[:2], *[1] * (x.dim() - 2)]) if channels else x.shape
-        mask, rest = self._mask(shape, p, x), None
-        if "alpha" in name:
-            kept = (mask > 0).to(x.dtype)
-            scale = 1 / math.sqrt((ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
-            mask, rest = kept * scale, (kept - 1 + p) * (ALPHA * scale)
-        if name.endswith("_"):
-            return x.mul_(mask) if rest is None else x.mul_(mask).add_(rest)
-        return x * mask if rest is None else x * mask + rest
-
-    def _rrelu(self, name: str, x: Tensor, lower: float, upper: float) -> Tensor:
-        slopes = self._drawn(x.shape, x, lambda row, key: row.uniform_(lower, upper, generator=key)).to(x.dtype)
-        slopes = slopes.where(x <= 0, 1.0)
-        return x.mul_(slopes) if name.endswith("_") else x * slopes
-
-    def _attention(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = attention_arguments(*args, **kwargs)
-        if not given["dropout_p"]:
-            result: Tensor = ATTENTION(*args, **kwargs)
-            return result
-        weights = attention_weights(given)
-        return (weights * self._mask(weights.shape, given["dropout_p"], weights)) @ repeated(given["value"], given)
-
-    def _mask(self, shape: torch.Size, p: float, like: Tensor) -> Tensor:
-        """0 or 1 / (1 - p) for every element of `shape`."""
-        scale = 0.0 if p == 1 else 1 / (1 - p)
-        drawn = self._drawn(shape, like, lambda row, key: row.bernoulli_(1 - p, generator=key).mul_(scale))
-        return drawn.to(dtype=like.dtype)
-
-    def _drawn(self, shape: torch.Size, like: Tensor, fill: Callable[[Tensor, torch.Generator], Any]) -> Tensor:
+    def _drawn(self, shape: torch.Size, like: Tensor, fill: Fill) -> Tensor:
         """This rank's part of what `fill` makes of each sample's row."""
         (call, start, stop), site = self._site(shape[0] if shape else 1)
         if self._recording:
@@ -343,27 +259,6 @@ class _Leave:
 
     def __call__(self, *_: Any) -> None:
         self.dropout.left()
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A name in the globals of somebody's code. A copy of a model has the same code."""
-
-    room: dict[str, Any]
-    name: str
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Named:
-        return self
-
-
-def _attention_by_name(model: nn.Module) -> list[_Named]:
-    """Where the code of a model's modules has torch's attention under a name of its own."""
-    code = {id(room): room for room in (_globals(module) for module in model.modules()) if room is not vars(functional)}
-    return [_Named(room, name) for room in code.values() for name, value in room.items() if value is ATTENTION]
-
-
-def _globals(module: nn.Module) -> dict[str, Any]:
-    return getattr(getattr(type(module).forward, "__func__", type(module).forward), "__globals__", {})
 
 
 def _number(*key: Any) -> int:

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import colossal_nb as cnb
 from colossal_nb.models import GPT
-from colossal_nb.parallel.dropout import KeyedDropout, attention_weights
+from colossal_nb.parallel.attention import attention_weights
+from colossal_nb.parallel.dropout import KeyedDropout
 
 pytestmark = pytest.mark.ranks
 
