@@ -125,6 +125,32 @@ def test_a_planted_fault_is_found_and_located(
             assert word in cause, text
 
 
+def scaled(strategy: str) -> list[str]:
+    """What is said of an output that is 1.02 times the right one on rank 1: of up, of down, of the second dropout."""
+    said, rank = [], World.current().rank
+    for at in ("up", "down", "drop"):
+        torch.manual_seed(0)
+        model = GPT(vocab_size=29, layers=2, hidden=16, heads=4, max_length=8, dropout=0.1)
+        made = cnb.parallelize(model, strategy=strategy)
+        calls = [0]
+
+        def hook(module: nn.Module, args: Any, y: Tensor, at: str = at, calls: list[int] = calls) -> Tensor:
+            calls[0] += 1
+            return y * 1.02 if rank == 1 and (at != "drop" or calls[0] % 2 == 0) else y
+
+        getattr(made.blocks[0], at).register_forward_hook(hook)
+        said.append(found(made)[1])
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2"])
+def test_the_call_that_is_wrong_is_named(ranks: Any, strategy: str) -> None:
+    for up, down, drop in ranks(2).run(scaled, strategy):
+        assert "the output of blocks.0.up is the first in a forward that differs (by 2.0e-02" in up
+        assert "the output of blocks.0.down is the first in a forward that differs (by 2.0e-02" in down
+        assert "the output of blocks.0.drop (call 2 of 2) is the first in a forward that differs (by 2.0e-02" in drop
+
+
 def by_rank(model: nn.Module) -> None:
     """Wrong on rank 1."""
     rank = World.current().rank

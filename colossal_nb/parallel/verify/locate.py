@@ -1,4 +1,5 @@
-"""Where a difference begins: outputs of modules in the order of a forward, their gradients in that of a backward.
+"""Where a difference begins: outputs of modules, call by call in the order in which they end in a forward, their
+gradients in that of a backward.
 
 Both programs run once more with hooks on all modules, which keep a few rows of the first sample of every part of the
 batch. A module whose output is cut is compared by the features that its weight says it has.
@@ -6,9 +7,10 @@ batch. A module whose output is cut is compared by the features that its weight 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -29,17 +31,23 @@ from colossal_nb.plan import Shard
 ROWS = 8  # of a sample, its last ones
 
 
+Call = tuple[str, int]  # a module, and which of its calls for one sample: 0, 1, ...
+
+
 @dataclass
 class Seen:
-    """By module, then by the number of the sample: what its calls returned, and the gradients there. `order`: of the
-    modules as they ended first."""
+    """What each call returned for each sample, in the order in which calls end, and the gradients there."""
 
-    outputs: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
-    gradients: dict[str, dict[int, list[Tensor]]] = field(default_factory=dict)
+    outputs: dict[Call, dict[int, Tensor]] = field(default_factory=dict)
+    gradients: dict[Call, dict[int, Tensor]] = field(default_factory=dict)
 
-    @property
-    def order(self) -> list[str]:
-        return list(self.outputs)
+    def counts(self) -> dict[str, dict[int, int]]:
+        """By module, how often it is called for each sample."""
+        found: dict[str, dict[int, int]] = {}
+        for (name, _), samples in self.outputs.items():
+            of = found.setdefault(name, {})
+            of.update({sample: of.get(sample, 0) + 1 for sample in samples})
+        return found
 
 
 class Watch:
@@ -88,20 +96,20 @@ class Watch:
         mine = [sample for sample in self.samples if start <= sample < stop]
         with torch.no_grad():
             whole = gather(output.detach())
-        numbers = []
-        for sample in mine:
-            calls = self.seen.outputs.setdefault(name, {}).setdefault(sample, [])
-            calls.append(_rows(whole, sample - start, stop - start))
-            numbers.append((sample, len(calls) - 1))
+        calls = {sample: self._call(name, sample) for sample in mine}
+        for sample, call in calls.items():
+            self.seen.outputs.setdefault(call, {})[sample] = _rows(whole, sample - start, stop - start)
         if output.requires_grad and type(output) is Tensor:
 
             def came(gradient: Tensor) -> None:
-                for sample, number in numbers:
-                    calls = self.seen.gradients.setdefault(name, {}).setdefault(sample, [])
-                    calls += [torch.empty(0)] * (number + 1 - len(calls))
-                    calls[number] = _rows(gradient.detach(), sample - start, stop - start)
+                for sample, call in calls.items():
+                    rows = _rows(gradient.detach(), sample - start, stop - start)
+                    self.seen.gradients.setdefault(call, {})[sample] = rows
 
             output.register_hook(came)  # type: ignore[no-untyped-call]
+
+    def _call(self, name: str, sample: int) -> Call:
+        return name, next(nth for nth in count() if sample not in self.seen.outputs.get((name, nth), {}))
 
 
 def _rows(x: Tensor, sample: int, samples: int) -> Tensor:
@@ -114,7 +122,7 @@ def _rows(x: Tensor, sample: int, samples: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """A module at which something differs, on one rank. `at`: its place in the order of the forward."""
+    """A call of a module at which something differs, on one rank. `at`: its place in the order of the forward."""
 
     at: int
     name: str
@@ -163,7 +171,7 @@ def _sentence(forward: list[Place], backward: list[Place]) -> str:
 def _together(places: list[Place]) -> tuple[str, str, Place]:
     ranks = sorted({place.rank for place in places})
     said = f"rank{'s' * (len(ranks) > 1)} {','.join(map(str, ranks))}"
-    return places[0].name or "the model", said, max(places, key=lambda place: (len(place.evidence), place.difference))
+    return places[0].name, said, max(places, key=lambda place: (len(place.evidence), place.difference))
 
 
 def _own_modules(parallel: Parallel) -> dict[str, nn.Module]:
@@ -175,52 +183,66 @@ def _own_modules(parallel: Parallel) -> dict[str, nn.Module]:
         stages = list(zip(split.units, split.stage_of, strict=True))
         foreign = {unit.name for unit, stage in stages if stage != number}
         foreign -= {unit.name for unit, stage in stages if stage == number}
+    # A module that units of several stages share (an activation, say) is called less often here: no call is the same.
+    elsewhere = {id(module) for name in foreign & modules.keys() for module in modules[name].modules()}
     return {
         name: module
         for name, module in modules.items()
-        if name not in foreign and all(holds(p, parallel.rank) for p in module.parameters())
+        if id(module) not in elsewhere and all(holds(p, parallel.rank) for p in module.parameters())
     }
 
 
 def _places(
     modules: dict[str, nn.Module], seen: Seen, expected: Seen, close: float
 ) -> tuple[Place | None, Place | None]:
-    """The first module whose output differs, and the last one whose gradient does."""
-    rank = World.current().rank
-    order = {name: at for at, name in enumerate(expected.order)}
+    """The first call whose output differs, and the last one whose gradient does."""
+    rank, factor = World.current().rank, _factor(seen, expected, modules, close)
+    found, wanted = seen.counts(), expected.counts()
     outputs, gradients = [], []
-    factor = _factor(seen, expected, order, modules, close)
-    for name, at in order.items():
+    for at, call in enumerate(expected.outputs):
+        name, nth = call
         module = modules.get(name)
-        if module is None or name not in seen.outputs:
+        if module is None or call not in seen.outputs:
             continue
-        difference, evidence = _compared(module, seen.outputs[name], expected.outputs[name], 1.0)
-        if not difference <= close:
-            outputs.append(Place(at, name, rank, difference, evidence))
-        if name in seen.gradients and name in expected.gradients:
-            difference, _ = _compared(module, seen.gradients[name], expected.gradients[name], factor)
+        most = max(wanted[name].values())
+        said = (name or "the model") + (f" (call {nth + 1} of {most})" if most > 1 else "")
+        difference = _compared(module, seen.outputs[call], expected.outputs[call], 1.0)
+        evidence = _miscounted(module, nth, seen.outputs[call], found[name], wanted[name])
+        if evidence or not difference <= close:
+            outputs.append(Place(at, said, rank, max(difference, 1.0) if evidence else difference, evidence))
+        if call in seen.gradients and call in expected.gradients:
+            difference = _compared(module, seen.gradients[call], expected.gradients[call], factor)
             if not difference <= close:
-                gradients.append(Place(at, name, rank, difference))
+                gradients.append(Place(at, said, rank, difference))
     return outputs[0] if outputs else None, gradients[-1] if gradients else None
 
 
-def _compared(module: nn.Module, found: Any, expected: Any, factor: float) -> tuple[float, str]:
-    """The largest difference over samples and calls, and what else is odd."""
-    worst, evidence = 0.0, ""
-    for sample, calls in found.items():
-        wanted = expected.get(sample, [])
-        if any(bool(torch.isnan(call).any()) for call in calls) and not any(True for _ in module.parameters()):
-            continue  # glue of another stage
-        if len(calls) != len(wanted) and wanted:
-            evidence = f": it is called {len(calls)} times for a part of the batch, in the sequential one {len(wanted)}"
-            worst = max(worst, 1.0)
-        for mine, whole in zip(calls, wanted, strict=False):
-            own = _cut(module, mine, whole)
-            if own is not None and mine.numel():
-                size = float((own * factor).norm()) or 1.0
-                difference = float((mine - own * factor).norm()) / size
-                worst = difference if difference != difference else max(worst, difference)
-    return worst, evidence
+def _compared(module: nn.Module, found: Mapping[int, Tensor], expected: Mapping[int, Tensor], factor: float) -> float:
+    """The largest difference over samples."""
+    worst = 0.0
+    for sample in found.keys() & expected.keys():
+        mine, own = found[sample], _cut(module, found[sample], expected[sample])
+        if own is not None and not _glue(module, mine):
+            size = float((own * factor).norm()) or 1.0
+            difference = float((mine - own * factor).norm()) / size
+            worst = difference if difference != difference else max(worst, difference)
+    return worst
+
+
+def _glue(module: nn.Module, mine: Tensor) -> bool:
+    """Whether this is what another stage's glue makes of nothing."""
+    return bool(torch.isnan(mine).any()) and not any(True for _ in module.parameters())
+
+
+def _miscounted(
+    module: nn.Module, nth: int, mine: Mapping[int, Tensor], found: Mapping[int, int], wanted: Mapping[int, int]
+) -> str:
+    """That a module is called more or less often than it should be, said at the last call that both programs have."""
+    for sample, output in mine.items():
+        has, should = found[sample], wanted.get(sample, 0)
+        if should and has != should and nth == min(has, should) - 1 and not _glue(module, output):
+            return f": it is called {has} times for a part of the batch, in the sequential one {should}"
+    return ""
 
 
 def _cut(module: nn.Module, mine: Tensor, whole: Tensor) -> Tensor | None:
@@ -237,16 +259,15 @@ def _cut(module: nn.Module, mine: Tensor, whole: Tensor) -> Tensor | None:
     return whole[..., list(held[0])]
 
 
-def _factor(seen: Seen, expected: Seen, order: dict[str, int], modules: dict[str, nn.Module], close: float) -> float:
-    """What gradients of sums are times gradients of means: from the last module whose gradient both know."""
-    for name in reversed(order):
-        if name not in modules:
-            continue
-        for sample, calls in seen.gradients.get(name, {}).items():
-            wanted = expected.gradients.get(name, {}).get(sample, [])
-            if calls and wanted and calls[0].shape == wanted[0].shape and wanted[0].any():
-                factor = float((calls[0] * wanted[0]).sum() / wanted[0].square().sum())
-                if float((calls[0] - factor * wanted[0]).norm()) <= close * float(calls[0].norm()):
+def _factor(seen: Seen, expected: Seen, modules: dict[str, nn.Module], close: float) -> float:
+    """What gradients of sums are times gradients of means: from the last call whose gradient both know."""
+    for call in reversed(expected.outputs):
+        known = seen.gradients.get(call, {}) if call[0] in modules else {}
+        for sample, mine in known.items():
+            wanted = expected.gradients.get(call, {}).get(sample)
+            if wanted is not None and mine.shape == wanted.shape and wanted.any():
+                factor = float((mine * wanted).sum() / wanted.square().sum())
+                if float((mine - factor * wanted).norm()) <= close * float(mine.norm()):
                     return factor
                 return 1.0
     return 1.0
