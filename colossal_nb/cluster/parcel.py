@@ -13,9 +13,9 @@ import os
 import pickle
 import struct
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import cloudpickle
 
@@ -73,18 +73,35 @@ def _usual(file: Any, take: Callable[[pickle.PickleBuffer], Any] | None) -> Pick
 
 def write(path: str | Path, value: Any, pickler: PicklerMaker = _usual) -> None:
     """Write a value; raises what pickling raises, leaving no file."""
+    body, views = _pickled(value, pickler)
+    with _private(path) as file:
+        _put(file, body, views)
+
+
+def write_each(path: str | Path, values: Iterable[Any], pickler: PicklerMaker = _usual) -> None:
+    """Write values one after another, each on its own. Raises what pickling raises."""
+    with _private(path) as file:
+        for value in values:
+            _put(file, *_pickled(value, pickler))
+
+
+def _private(path: str | Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+
+
+def _pickled(value: Any, pickler: PicklerMaker) -> tuple[io.BytesIO, list[memoryview]]:
     buffers: list[pickle.PickleBuffer] = []
     body = io.BytesIO()
     pickler(body, buffers.append).dump(value)
-    views = [buffer.raw() for buffer in buffers]
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(_COUNT.pack(len(views)))
-        file.write(b"".join(_COUNT.pack(view.nbytes) for view in views))
-        file.write(_COUNT.pack(body.tell()))
-        file.write(body.getbuffer())
-        for view in views:
-            file.write(view)
+    return body, [buffer.raw() for buffer in buffers]
+
+
+def _put(file: BinaryIO, body: io.BytesIO, views: list[memoryview]) -> None:
+    file.write(_COUNT.pack(len(views)))
+    file.write(b"".join(_COUNT.pack(view.nbytes) for view in views))
+    file.write(_COUNT.pack(body.tell()))
+    file.write(body.getbuffer())
+    file.writelines(views)
 
 
 def needs(value: Any, pickler: PicklerMaker = _usual) -> set[str]:
@@ -97,14 +114,30 @@ def needs(value: Any, pickler: PicklerMaker = _usual) -> set[str]:
 def read(path: str | Path, namespace: dict[str, Any] | None = None) -> Any:
     """The value in a file that `write` made; arrays in it are writable. `namespace`: the names of cells here."""
     with open(path, "rb") as file:
-        count = _COUNT.unpack(file.read(_COUNT.size))[0]
-        sizes = [_COUNT.unpack(file.read(_COUNT.size))[0] for _ in range(count)]
-        body = file.read(_COUNT.unpack(file.read(_COUNT.size))[0])
-        buffers = []
-        for size in sizes:
-            buffer = bytearray(size)
-            file.readinto(buffer)
-            buffers.append(buffer)
+        return _take(file, namespace)
+
+
+def unreadable(path: str | Path, names: Iterable[str], namespace: dict[str, Any] | None = None) -> dict[str, Exception]:
+    """Of the values that `write_each` wrote, by these names in their order: those that cannot be read here, and why."""
+    failed: dict[str, Exception] = {}
+    with open(path, "rb") as file:
+        for name in names:
+            try:
+                _take(file, namespace)
+            except Exception as error:                 # the file stands at the next value all the same
+                failed[name] = error
+    return failed
+
+
+def _take(file: io.BufferedReader, namespace: dict[str, Any] | None) -> Any:
+    count = _COUNT.unpack(file.read(_COUNT.size))[0]
+    sizes = [_COUNT.unpack(file.read(_COUNT.size))[0] for _ in range(count)]
+    body = file.read(_COUNT.unpack(file.read(_COUNT.size))[0])
+    buffers = []
+    for size in sizes:
+        buffer = bytearray(size)
+        file.readinto(buffer)
+        buffers.append(buffer)
     unpickler = _Unpickler(io.BytesIO(body), buffers=buffers)
     unpickler.namespace = namespace
     builtins = {} if namespace is None else {name: namespace[name] for name in ("__builtins__",) if name in namespace}

@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ class Requests:
         self._cells = cells
         self._verbs: dict[str, Callable[..., dict[str, Any]]] = {
             "hello": dict, "names": self.names, "push": self.push, "pull": self.pull, "copy": self.copy,
-            "lacking": self.lacking}
+            "lacking": self.lacking, "unreadable": self.unreadable}
 
     def answer(self, content: dict[str, Any]) -> dict[str, Any]:
         fields = {**content}
@@ -86,12 +86,13 @@ class Requests:
             ) from error
         return {"what": describe(value)}
 
-    def copy(self, path: str) -> dict[str, Any]:
+    def copy(self, path: str, without: Sequence[str] = (), apart: bool = False) -> dict[str, Any]:
         """By-value copies of the picklable globals into `path`; the rest is named with the reason.
 
         Functions of cells come without their globals: those of the rank that reads them take their place.
+        `apart`: each on its own, for `unreadable`.
         """
-        values, missing = self._all(), {}
+        values, missing = {name: value for name, value in self._all().items() if name not in without}, {}
         pickler = partial(_pickler, self._shell.user_global_ns, True)
         try:
             parcel.write(path, (values, {}), pickler)  # together: what is shared stays shared
@@ -103,7 +104,14 @@ class Requests:
                     missing[name] = _reason(values[name], error)
                     del values[name]
             parcel.write(path, (values, {}), pickler)
-        return {"names": sorted(values), "missing": missing}
+        if apart:
+            parcel.write_each(path, values.values(), pickler)
+        return {"names": list(values), "missing": missing}
+
+    def unreadable(self, path: str, names: list[str]) -> dict[str, Any]:
+        """Which of the copies in `path`, each on its own, cannot be read on this rank."""
+        failed = parcel.unreadable(path, names, self._shell.user_ns)
+        return {"missing": {name: _reason(None, error) for name, error in failed.items()}}
 
 
 def _pickler(namespace: dict[str, Any] | None, tensors: bool, file: Any, take: Any) -> GuardedPickler:

@@ -66,7 +66,7 @@ def _fill(client: Client, fresh: list[int], settled: list[int], path: Path,
     free = [rank for rank in settled if rank not in taken and client.members[rank].ready]
     if not free:
         return {}, True, f"{_who(client, fresh)} and empty: no other rank is free to copy its names"
-    answers = client.ask(free, "colossal_request", {"verb": "names"}, _COPY_LIMIT_S)
+    answers = _ask(client, free, verb="names")
     found = {rank: answer.get("names", {}) for rank, answer in answers.items()}
     source = max(free, key=lambda rank: (len(found[rank]), -rank))
     giver = before.get(source, Newcomer(source, replaced=False))
@@ -92,17 +92,39 @@ def _elsewhere(found: Names, source: int) -> dict[str, str]:
 
 
 def _copy(client: Client, source: int, fresh: list[int], path: Path) -> tuple[dict[str, Any], str]:
-    """The source's answer, and what went wrong in words."""
+    """The source's answer, and what went wrong in words. What a fresh rank cannot read is left out, all else is
+    written together once more: what is shared stays shared."""
     try:
-        copied = client.ask([source], "colossal_request", {"verb": "copy", "path": str(path)}, _COPY_LIMIT_S)[source]
-        if copied["status"] == "error":
-            return copied, f"copying rank {source}'s names failed, {copied['ename']}: {copied['evalue']}"
-        push = {"verb": "push", "path": str(path)}
-        answers = client.ask(fresh, "colossal_request", push, _COPY_LIMIT_S) if copied["names"] else {}
+        copied, trouble = _once(client, source, fresh, path, [])
+        if trouble and copied["status"] == "ok" and (missing := _unreadable(client, source, fresh, path)):
+            copied, trouble = _once(client, source, fresh, path, list(missing))
+            copied["missing"] = {**copied.get("missing", {}), **missing}
     finally:
         path.unlink(missing_ok=True)
+    return copied, trouble
+
+
+def _once(client: Client, source: int, fresh: list[int], path: Path,
+          without: list[str]) -> tuple[dict[str, Any], str]:
+    copied = _ask(client, [source], verb="copy", path=str(path), without=without)[source]
+    if copied["status"] == "error":
+        return copied, f"copying rank {source}'s names failed, {copied['ename']}: {copied['evalue']}"
+    answers = _ask(client, fresh, verb="push", path=str(path)) if copied["names"] else {}
     failed = [answer for answer in answers.values() if answer["status"] == "error"]
     return copied, f"{failed[0]['ename']}: {failed[0]['evalue']}" if failed else ""
+
+
+def _unreadable(client: Client, source: int, fresh: list[int], path: Path) -> dict[str, str]:
+    """The source's names whose copies some fresh rank cannot read, each with the reason."""
+    copied = _ask(client, [source], verb="copy", path=str(path), apart=True)[source]
+    if copied["status"] == "error":
+        return {}
+    answers = _ask(client, fresh, verb="unreadable", path=str(path), names=copied["names"])
+    return {name: why for answer in answers.values() for name, why in answer.get("missing", {}).items()}
+
+
+def _ask(client: Client, ranks: list[int], **request: Any) -> dict[int, dict[str, Any]]:
+    return client.ask(ranks, "colossal_request", request, _COPY_LIMIT_S)
 
 
 def _who(client: Client, fresh: list[int]) -> str:

@@ -125,6 +125,19 @@ def test_what_is_missing_is_computed_over_all_ranks_and_the_fullest_rank_is_copi
     assert printed(ok(session, "print(plain)")) == ["7"] * 4
 
 
+def test_what_cannot_be_read_on_a_new_rank_is_named_and_all_else_arrives(session: Session) -> None:
+    # A handle of a hook finds its module's hooks by a weak reference, and writes itself without them.
+    ok(session, "import torch\nlayer = torch.nn.Linear(2, 2)\nhandle = layer.register_forward_hook(print)\n"
+                "layer = None\na = torch.ones(3)\nb = [a]\nstream = (i for i in range(3))")
+    note = session.restart(1)[0]
+    assert "with copies of rank 0's names; not there: " in note, note
+    assert "handle (cannot be copied (TypeError))" in note and "stream (cannot be copied" in note
+    run = ok(session, "print(b[0] is a, 'handle' in globals(), 'layer' in globals())")
+    assert printed(run) == [f"True {rank != 1} True" for rank in range(4)]
+    run = session.run("handle.remove()").wait()
+    assert set(run.errors) == {1} and "handle is not on rank 1, which was replaced" in run.errors[1].evalue
+
+
 def test_the_loss_of_all_ranks_is_told(session: Session) -> None:
     ok(session, "kept = 1")
     pids = {pid for _, pid, _ in session.status().members}
