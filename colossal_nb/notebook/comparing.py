@@ -82,10 +82,13 @@ def show(page: Page, done: Sequence[Compared], wanted: int) -> None:
     """The table, the picture, and whose variables remain."""
     found = comparison.tables([each.entry for each in done])
     said = comparison.sentence(found)
-    page.display(summary.table(comparison.COLUMNS, comparison.rows(found)))
+    whole, (head, lines) = summary.table(comparison.COLUMNS, comparison.rows(found)), comparison.memory(found)
+    made_of = summary.table(head, lines) if lines else {}
+    page.display({kind: "\n\n".join(filter(None, (text, made_of.get(kind)))) for kind, text in whole.items()})
     picture = comparison_svg.svg(found)
     figure = f'<figure style="margin:0.5em 0">{picture}<figcaption>{escape(said)}</figcaption></figure>'
-    page.display({"text/plain": said, "text/html": figure, "image/svg+xml": comparison_svg.alone(picture)})
+    page.display({"text/plain": comparison.described(found), "text/html": figure,
+                  "image/svg+xml": comparison_svg.alone(picture)})
     left = wanted - len(done)
     if left:
         say(page, f"stopped: {left} strateg{'y was' if left == 1 else 'ies were'} not run")

@@ -20,6 +20,9 @@ from colossal_nb.views.words import duration, percent, size, step_time
 Tables = Mapping[str, NDArray[Any]]
 COLUMNS = ("strategy", "engines", "loss", "loss difference", "time", "step", "peak memory", "sent", "bubble",
            "limited by")  # fmt: skip
+PLURAL = {"parameter": "parameters", "gradient": "gradients", "optimizer": "states", "activation": "activations",
+          "buffer": "buffers", "communication": "communication", "temporary": "temporaries",
+          "unknown": "unknown"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,24 @@ def _figures(entry: Entry) -> dict[str, Any]:
     }
 
 
+def present(found: Tables) -> list[str]:
+    """The categories of which some run held something at its peak, in their fixed order."""
+    held = np.nan_to_num(found["categories"]).sum(axis=0)
+    return [name for name, count in zip(CATEGORIES, held, strict=True) if count]
+
+
+def memory(found: Tables) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """What the peaks are made of: columns, one for each category that some run held, and rows of those with a peak."""
+    shares = [CATEGORIES.index(name) for name in present(found)]
+    known = np.flatnonzero(~np.isnan(found["peak_bytes"]))
+    lines = [
+        (str(found["strategy"][at]), *(size(float(held)) for held in (found["peak_bytes"][at],
+                                                                     *found["categories"][at][shares])))
+        for at in known
+    ]  # fmt: skip
+    return ("peak memory of a rank", "in all", *(PLURAL[name] for name in present(found))), lines
+
+
 def rows(found: Tables) -> list[tuple[str, ...]]:
     """In words; a dash where the record has nothing."""
 
@@ -118,6 +139,21 @@ def _text(value: float, words: Any) -> str:
 
 def _nothing(value: float) -> bool:
     return math.isnan(float(value))
+
+
+def described(found: Tables) -> str:
+    """The picture for who does not see it."""
+    return f"{sentence(found)} {peaks(found)}".strip()
+
+
+def peaks(found: Tables) -> str:
+    """What the peak of memory is made of under each strategy."""
+    head, lines = memory(found)
+    said = []
+    for name, total, *held in lines:
+        parts = [f"{what} {share}" for what, share in zip(head[2:], held, strict=True) if share != "0 B"]
+        said.append(f"{name} {total} ({', '.join(parts)})")
+    return f"Peak memory: {'; '.join(said)}." if said else ""
 
 
 def time_of(found: Tables) -> tuple[str, NDArray[Any]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from colossal_nb.record.events import CATEGORIES
 from colossal_nb.views import palette
-from colossal_nb.views.comparison import Tables, rows, sentence, time_of
+from colossal_nb.views.comparison import PLURAL, Tables, described, present, rows, time_of
 from colossal_nb.views.words import percent, size, step_time
 
 NAMES, PANEL, GAP = 200, 180, 16
@@ -26,14 +26,14 @@ WIDTH = NAMES + 4 * (PANEL + GAP)
 def svg(found: Tables) -> str:
     """Inline in a page it takes the page's colour of text; alone it follows the reader's light or dark scheme."""
     count = len(found["strategy"])
-    said = sentence(found)
+    said = described(found)
     prefix = f"cmp{zlib.crc32(repr(rows(found)).encode()):08x}"
     height = HEAD + count * ROW + FOOT
-    present = _present(found)
+    held = present(found)
     what, times = time_of(found)
     panels = [
         _panel(found, 0, what, times, step_time, lambda at, x, y, w: _bar(x, y, w, "currentColor", 0.55)),
-        _panel(found, 1, "peak memory of a rank", found["peak_bytes"], size, _stack(found, present, prefix)),
+        _panel(found, 1, "peak memory of a rank", found["peak_bytes"], size, _stack(found, held, prefix)),
         _panel(found, 2, "bytes sent by all ranks", found["sent_bytes"], size,
                lambda at, x, y, w: _bar(x, y, w, palette.fill(prefix, "communication"))),
         _panel(found, 3, "bubble of the pipeline", found["bubble"], percent,
@@ -44,9 +44,9 @@ def svg(found: Tables) -> str:
         f'aria-labelledby="{prefix}-t {prefix}-d" class="{prefix}" '
         f'style="width:100%;max-width:{WIDTH}px;height:auto" font-family="system-ui, sans-serif" font-size="12">'
         f'<title id="{prefix}-t">Comparison of strategies</title><desc id="{prefix}-d">{escape(said)}</desc>'
-        f"<defs>{palette.patterns(prefix, sorted({*present, 'communication'}))}{palette.idle(prefix)}</defs>"
+        f"<defs>{palette.patterns(prefix, sorted({*held, 'communication'}))}{palette.idle(prefix)}</defs>"
         f'<g fill="currentColor">{_names(found)}{"".join(panels)}{_failures(found)}'
-        f"{_legend(present, prefix, height)}</g>"
+        f"{_legend(held, prefix, height)}</g>"
         "</svg>"
     )
 
@@ -55,12 +55,6 @@ def alone(picture: str) -> str:
     """The same for a file or an image of its own, with its own colours of text."""
     rule = f"<style>svg{{color:{LIGHT}}}@media(prefers-color-scheme:dark){{svg{{color:{DARK}}}}}</style>"
     return picture.replace("<defs>", f"{rule}<defs>", 1)
-
-
-def _present(found: Tables) -> list[str]:
-    """The categories that some run held, in their fixed order."""
-    held = np.nan_to_num(found["categories"]).sum(axis=0)
-    return [name for name, count in zip(CATEGORIES, held, strict=True) if count]
 
 
 def _names(found: Tables) -> str:
@@ -111,15 +105,15 @@ def _bar(x: float, y: float, width: float, fill: str, opacity: float = 1.0, heig
             f'fill-opacity="{opacity}" stroke="currentColor" stroke-width="0.8"/>')  # fmt: skip
 
 
-def _stack(found: Tables, present: list[str], prefix: str) -> Callable[[int, float, float, float], str]:
+def _stack(found: Tables, held: list[str], prefix: str) -> Callable[[int, float, float, float], str]:
     def draw(at: int, x: float, y: float, width: float) -> str:
         parts, total = [], float(found["peak_bytes"][at]) or 1.0
-        for name in present:
+        for name in held:
             count = float(found["categories"][at][CATEGORIES.index(name)])
             if count:
                 own = width * count / total
                 bar = _bar(x, y, own, palette.fill(prefix, name))
-                said = f"{found['strategy'][at]}: {name} {size(count)} of {size(total)}"
+                said = f"{found['strategy'][at]}: {PLURAL[name]} {size(count)} of {size(total)}"
                 parts.append(f"<g><title>{escape(said)}</title>{bar}</g>")
                 x += own
         return "".join(parts)
@@ -137,13 +131,13 @@ def _failures(found: Tables) -> str:
     return "".join(parts)
 
 
-def _legend(present: list[str], prefix: str, height: float) -> str:
-    if not present:
+def _legend(held: list[str], prefix: str, height: float) -> str:
+    if not held:
         return ""
     x, y = float(NAMES), height - 22
     parts = [f'<text x="0" y="{y + 11:.1f}" fill-opacity="0.85">peak memory, by category:</text>']
-    for name in present:
+    for name in held:
         parts.append(_bar(x, y, 16, palette.fill(prefix, name), height=14))
-        parts.append(f'<text x="{x + 21:.1f}" y="{y + 11:.1f}">{name}</text>')
-        x += 21 + 7 * len(name) + 18
+        parts.append(f'<text x="{x + 21:.1f}" y="{y + 11:.1f}">{PLURAL[name]}</text>')
+        x += 21 + 7 * len(PLURAL[name]) + 10
     return "".join(parts)

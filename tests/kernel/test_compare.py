@@ -25,11 +25,14 @@ def test_the_last_cell_runs_under_each_strategy(notebook: Notebook) -> None:
     reply = notebook.ok('%colossal compare "dp=1 ; dp=2 ; tp=2 ; pp=2"')
     table = next(data for data in reply.displays if str(data["text/plain"]).startswith("strategy "))
     rows = [line.split() for line in str(table["text/plain"]).splitlines()]
-    assert [row[0] for row in rows[1:]] == ["dp=1", "dp=2", "tp=2", "pp=2"]
+    assert [row[0] for row in rows[1:5]] == ["dp=1", "dp=2", "tp=2", "pp=2"]
+    assert all(word in rows[6] for word in ("peak", "parameters", "gradients", "states", "activations"))
+    assert [row[0] for row in rows[7:]] == ["dp=1", "dp=2", "tp=2", "pp=2"] and rows[5] == []
     assert "reference" in rows[1] and "<table>" in table["text/html"]
     assert reply.stream() == ""
     picture = next(data for data in reply.displays if "image/svg+xml" in data)
     assert str(picture["text/plain"]).startswith("4 strategies compared; shortest time of a step")
+    assert "Peak memory: dp=1 " in str(picture["text/plain"])
     assert picture["text/html"].count("<svg") == 1 and "no result" not in picture["text/html"]
     assert "the ranks keep the variables of the last run, pp=2" in reply.said
 

@@ -53,6 +53,18 @@ def test_the_tables_say_what_the_records_say() -> None:
     ]  # fmt: skip
 
 
+def test_what_the_peak_is_made_of_is_said_in_words() -> None:
+    found = comparison.tables(entries())
+    assert comparison.memory(found) == (
+        ("peak memory of a rank", "in all", "parameters", "gradients", "activations"),
+        [("dp=2", "1.1 KiB", "400 B", "100 B", "600 B"), ("tp=2", "600 B", "400 B", "100 B", "100 B")])  # fmt: skip
+    assert comparison.peaks(found) == (
+        "Peak memory: dp=2 1.1 KiB (parameters 400 B, gradients 100 B, activations 600 B); "
+        "tp=2 600 B (parameters 400 B, gradients 100 B, activations 100 B).")  # fmt: skip
+    nothing = comparison.tables([Entry("tp=3", reason="ValueError: <no>")])
+    assert comparison.peaks(nothing) == "" and comparison.memory(nothing)[1] == []
+
+
 def test_one_rank_is_the_reference_wherever_it_stands() -> None:
     found = comparison.tables([*entries(), Entry("dp=1", record(2.5), 9.0, 1)])
     assert found["reference"].tolist() == [False, False, False, True]
@@ -76,7 +88,7 @@ def test_the_picture_is_whole_and_says_itself(count: int) -> None:
     assert root.attrib["role"] == "img"
     described = root.find(f"{space}desc")
     assert described is not None
-    assert described.text == comparison.sentence(found)
+    assert described.text == comparison.described(found)
     fills = {element.get("fill", "") for element in root.iter()}
     used = {fill.removeprefix("url(#").rstrip(")") for fill in fills if fill.startswith("url(#")}
     assert used <= {element.get("id") for element in root.iter() if element.get("id")}
