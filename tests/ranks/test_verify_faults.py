@@ -15,6 +15,7 @@ from colossal_nb.models import GPT
 from colossal_nb.parallel import gradients
 from colossal_nb.parallel.pipeline.stage import Stage
 from colossal_nb.parallel.tensor import linear1d
+from colossal_nb.parallel.verify.evidence import Facts, words
 from colossal_nb.parallel.world import World
 
 pytestmark = pytest.mark.ranks
@@ -149,6 +150,26 @@ def test_the_call_that_is_wrong_is_named(ranks: Any, strategy: str) -> None:
         assert "the output of blocks.0.up is the first in a forward that differs (by 2.0e-02" in up
         assert "the output of blocks.0.down is the first in a forward that differs (by 2.0e-02" in down
         assert "the output of blocks.0.drop (call 2 of 2) is the first in a forward that differs (by 2.0e-02" in drop
+
+
+def facts(factor: float) -> Facts:
+    return Facts(wrong=True, factor=factor, like=None, summed=(), rows=(), of=4, digest=1, place="")
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ((1.02, 1.0200001), "1.02"),
+        ((0.999876543, 0.999876543), "0.999877"),
+        ((2.0004, 2.0), "2"),
+        ((1.5, 1.5), "1.5"),
+        ((1 / 3, 1 / 3), "0.333"),
+    ],
+)
+def test_a_factor_never_reads_as_1(factors: tuple[float, ...], said: str) -> None:
+    every = {1: facts(factors[0]), 3: facts(factors[1])}
+    assert words("gradient", every) == f"is {said} times the sequential one on ranks 1,3: a wrong scale"
+    assert words("weight", {1: facts(1.02), 3: facts(1.04)}) == ""
 
 
 def by_rank(model: nn.Module) -> None:

@@ -112,12 +112,12 @@ def words(what: str, facts: Mapping[int, Facts]) -> str:
     if axes and apart:
         return (f"replicas differ between ranks {_ranks(apart)}, and their sum over {min(axes)} is the sequential one: "
                 f"a missing all-reduce over {min(axes)}")
-    factors = sorted({float(f"{each.factor:.2g}") for each in wrong.values()})
-    if len(factors) == 1 and factors[0] == factors[0]:
-        if factors[0] == 0:
+    factor = _one([each.factor for each in wrong.values()])
+    if factor is not None:
+        if factor == 0:
             return f"nothing on ranks {_ranks(list(wrong))} where the sequential program has something"
         moved = "moved" if what == "weight" else "is"
-        return f"{moved} {factors[0]:g} times the sequential one on ranks {_ranks(list(wrong))}: a wrong scale"
+        return f"{moved} {_digits(factor)} times the sequential one on ranks {_ranks(list(wrong))}: a wrong scale"
     if apart:
         return f"replicas differ between ranks {_ranks(apart)}: an exchange between them is missing"
     like = [(rank, each.like) for rank, each in wrong.items() if each.like is not None]
@@ -127,6 +127,20 @@ def words(what: str, facts: Mapping[int, Facts]) -> str:
     if len(wrong) == 1 and 0 < len(some.rows) < some.of:
         return f"{_rows(some)} differ"
     return ""
+
+
+def _one(factors: Sequence[float]) -> float | None:
+    """What all factors are within rounding of how far they are from 1, None if they are not alike or unknown."""
+    if any(factor != factor for factor in factors):
+        return None
+    spread = max(factors) - min(factors)
+    return factors[0] if spread <= 0.05 * max(abs(factor - 1) for factor in factors) else None
+
+
+def _digits(factor: float) -> str:
+    """As many as show that it is not 1: 1.02, 0.99987."""
+    off = float(f"{factor - 1:.3g}")
+    return f"{factor:.3g}" if abs(off) >= 0.1 else f"{1 + off:.15g}"
 
 
 def _apart(facts: Mapping[int, Facts]) -> list[int]:
