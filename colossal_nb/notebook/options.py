@@ -116,7 +116,7 @@ CELL = {option.name: option for option in (
 # Options of later versions: refused by name, so that nobody believes they did something.
 CELL_LATER = {
     "--watch": "live views of a running cell",
-    "--on-hang": "the end of a proven hang",
+    "--on-hang": "a choice of what ends a proven hang, which ends by itself",
     "--memory": "a memory capacity for each engine",
     "--trace": "a trace of memory by source line",
 }

@@ -66,7 +66,7 @@ def test_compare_reads_every_strategy() -> None:
     ("--timeout 0", "no time to wait for"),
     ("--out 2x", "'2x' is no name of a variable"),
     ("--watch memory", "--watch (live views of a running cell) is not built yet"),
-    ("tp=2 --on-hang wait", "--on-hang (the end of a proven hang) is not built yet"),
+    ("tp=2 --on-hang wait", "--on-hang (a choice of what ends a proven hang, which ends by itself) is not built yet"),
     ("--compare", '--compare needs a value: --compare "dp=4 ; tp=4"'),
     ("--compare ;", "names no strategies"),
     ('tp=4 --compare "dp=4"', "--compare names all strategies itself"),
