@@ -35,8 +35,8 @@ def test_heads_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match="independent groups") as problem:
         decided(model, 3)
     assert str(problem.value) == (
-        "attention blocks.0.attention has 4 independent groups (heads); tp=3 does not divide them: tp=2 or tp=4 "
-        "(2 more alike)"
+        "attention blocks.0.attention (and 2 more like it) has 4 independent groups (heads); tp=3 does not divide "
+        "them: tp=2 or tp=4"
     )
 
 

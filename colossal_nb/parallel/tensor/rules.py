@@ -252,10 +252,10 @@ def _undivided_text(undivided: dict[str, tuple[str, Undivided]], ranks: int) -> 
         alike[problem].append(f"{word} {region}".strip())
     for problem, regions in alike.items():
         near = [f"tp={n}" for n in problem.works] or ["tp=1"]
-        more = f" ({len(regions) - 1} more alike)" if len(regions) > 1 else ""
+        more = f" (and {len(regions) - 1} more like it)" if len(regions) > 1 else ""
         choices = ", ".join(near[:-1]) + " or " + near[-1] if len(near) > 1 else near[0]
         said.append(
-            f"{regions[0]} has {problem.groups} independent groups (heads); tp={ranks} does not divide them: "
-            f"{choices}{more}"
+            f"{regions[0]}{more} has {problem.groups} independent groups (heads); tp={ranks} does not divide them: "
+            f"{choices}"
         )
     return "; ".join(said)
