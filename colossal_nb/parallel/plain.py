@@ -80,6 +80,7 @@ def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         args, kwargs = whole(args), whole(kwargs)
         with _keyed(parallel, 0, _samples(args, kwargs)):
             output = _forward(parallel, args, kwargs)
+        Statistics(parallel, kept.owners(parallel.model)).settle(1)
         _average_outside(parallel, output, (args, kwargs))
         return _delivered(parallel, output)
     _average_hooks(parallel)

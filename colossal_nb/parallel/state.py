@@ -147,7 +147,10 @@ def _load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
         layout, value = layout_of(tensor), state.get(prefix + name)
         if layout is None or not isinstance(value, Tensor) or tuple(value.shape) != layout.global_shape:
             continue
-        state[prefix + name] = local_part(value, layout, rank) if holds(tensor, rank) else tensor.detach()
+        if holds(tensor, rank):
+            state[prefix + name] = local_part(value, layout, rank)
+        elif isinstance(tensor, nn.Parameter):  # of another stage's buffers every rank has all
+            state[prefix + name] = tensor.detach()
 
 
 def show_layouts() -> None:

@@ -1,9 +1,11 @@
-"""Running statistics of batch and instance norms under dp: those of one rank that runs all parts in their order.
+"""Running statistics of batch and instance norms: those of one rank that runs all parts in their order.
 
 A call on one part of the batch makes (1 - m) r + m s of a running statistic r. Of part k of the batch a replica knows
 how far its own calls have moved r: u_k = after - a_k before, with a_k = (1 - m) ** calls. One rank that runs all parts
 in their order makes sum_k u_k prod_{j > k} a_j of them, the first part's `before` being kept in it: one sum over dp.
 With momentum=None all calls of a training count alike: a_k = n / (n + calls) after n of them.
+
+Under pp the stage that counts for a norm then gives the others what it has: all ranks read the same.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from colossal_nb.parallel.batch import checksum
 from colossal_nb.parallel.compat import in_backward
 from colossal_nb.parallel.handle import Parallel, holds
 from colossal_nb.parallel.kept import Owners
+from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.world import World
+from colossal_nb.plan import On
 
 FUNCTIONS = ("batch_norm", "instance_norm")  # of torch: all of torch.nn and torch.nn.functional ends in them
 PLACES = slice(3, 7)  # of running_mean, running_var, whether the batch's are used, momentum, in their arguments
@@ -64,6 +68,7 @@ class Statistics:
     def __init__(self, parallel: Parallel, owners: Owners) -> None:
         self.parallel = parallel
         self.norms = _norms(parallel, owners) if parallel.replicas > 1 else []
+        self.staged = _staged(parallel, owners) if parallel.pipeline is not None else []
         self.runs: list[_Run] = []
         self.settled: set[int] = set()  # ids of the buffers that were put together
         self._place = {id(norm.mean): place for place, norm in enumerate(self.norms)}
@@ -89,9 +94,14 @@ class Statistics:
             self.runs.append(_Run(part, self._flat(), [0.0] * len(self.norms)))
 
     def settle(self, parts: int) -> None:
-        """Give every replica what one rank makes of all `parts`. Collective over dp where there are such norms."""
-        if not self.norms:
-            return
+        """Give every rank what one makes of all `parts`. Collective over dp, then pp, where there are such norms."""
+        if self.norms:
+            self._join(parts)
+        if any(self.staged):
+            self._exchange()
+
+    def _join(self, parts: int) -> None:
+        """Of all replicas."""
         count, device = len(self.norms), self.norms[0].mean.device
         own = torch.zeros(parts, count, dtype=torch.float64)
         for run in self.runs:
@@ -108,6 +118,21 @@ class Statistics:
             values = self._share(every)
             group.run("all_reduce", [values], of="statistics")
         self._write(values, tracked, every.sum(0).tolist())
+
+    def _exchange(self) -> None:
+        """Each stage's to the others, as bytes: those of all dtypes in one call, and nothing is rounded."""
+        group = self.parallel.group("pp")
+        own = [each.detach().contiguous().view(-1).view(torch.uint8) for each in self.staged[group.index]]
+        device = self.parallel.device
+        given = torch.cat(own) if own else torch.empty(0, dtype=torch.uint8, device=device)
+        found = [given.new_empty(sum(each.nbytes for each in buffers)) for buffers in self.staged]
+        group.run("all_gather", [*found, given], of="statistics")
+        for stage, (buffers, row) in enumerate(zip(self.staged, found, strict=True)):
+            for buffer, part in zip(buffers, torch.split(row, [each.nbytes for each in buffers]), strict=True):
+                if stage != group.index:
+                    # A part may begin anywhere; its copy is aligned.
+                    buffer.data.copy_(part.clone().view(buffer.dtype).view_as(buffer))
+                self.settled.add(id(buffer))
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         undone = self.parallel.strategy.recompute == "full"  # what a second run of a block moves is put back
@@ -171,6 +196,23 @@ def _norms(parallel: Parallel, owners: Owners) -> list[_Norm]:
             begun = torch.zeros((), dtype=torch.long, device=mean.device) if tracked is None else tracked.clone()
             found.append(_Norm(mean, var, tracked, begun, tracked is not None and _is_cumulative(module)))
     return found
+
+
+def _staged(parallel: Parallel, owners: Owners) -> list[list[Tensor]]:
+    """By stage, the buffers that a forward moves on that stage and that count there, the same on all ranks. A buffer
+    without a layout is moved alike by all stages."""
+    found: dict[int, tuple[int, Tensor]] = {}
+    for module in owners.values():
+        buffers = [module._buffers.get(name) for name in NAMES]
+        if not module.training or buffers[0] is None or buffers[1] is None:
+            continue
+        for buffer in buffers:
+            layout = None if buffer is None else layout_of(buffer)
+            placement = None if layout is None else layout.placement("pp")
+            if buffer is not None and isinstance(placement, On):
+                found[id(buffer)] = placement.coordinate, buffer
+    stages = range(parallel.mesh.axis_size("pp"))
+    return [[buffer for at, buffer in found.values() if at == stage] for stage in stages]
 
 
 def _is_cumulative(module: nn.Module) -> bool:

@@ -64,6 +64,8 @@ def _evaluate(lab: Lab, model: Any) -> None:
         lab.show("output", model(lab.batches(1, 5)[0][0]))
     for name, value in model.state_dict().items():
         lab.show(name, value)
+    for name, value in model.named_buffers():
+        lab.show(f"{name} as a rank reads it", value)
     model.train()
 
 

@@ -238,3 +238,40 @@ def test_buffers_that_replicas_move_apart_are_named_once(ranks: Any) -> None:
     for notes in ranks(2).run(_following):
         assert len(notes) == 1
         assert "writes into the buffers average, running_mean: each replica's part" in notes[0]
+
+
+def normed_stages(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """What a rank reads of the running statistics after a step, an evaluation in training mode, and a load."""
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = cnb.parallelize(model, optimizer, strategy)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found = []
+    for use in (
+        lambda: cnb.forward_backward(model, functional.cross_entropy, NORMED, torch.arange(8) % 3),
+        lambda: model(NORMED),
+        lambda: model.load_state_dict(model.state_dict() | before),
+    ):
+        with torch.set_grad_enabled(not found):
+            use()
+        found.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    return before, found
+
+
+NORMED = torch.linspace(-1, 1, 32).double().sin().view(8, 4)
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    norms = nn.BatchNorm1d(6), nn.BatchNorm1d(6, momentum=None)
+    return nn.Sequential(nn.Linear(4, 6), norms[0], nn.Linear(6, 6), norms[1], nn.Linear(6, 3)).double()
+
+
+def test_running_statistics_read_alike_on_all_stages(ranks: Any) -> None:
+    expected, model = [], normed()
+    for parts in (2, 1):
+        for part in NORMED.tensor_split(parts):
+            model(part)
+        expected.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+    for before, found in ranks(2).run(normed_stages, "pp=2 microbatches=2"):
+        torch.testing.assert_close(found, [*expected, before], rtol=1e-10, atol=1e-10)

@@ -138,10 +138,11 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("strategy", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2", "pp=2"])
 def test_running_statistics_that_some_ranks_moved_go_back(ranks: Any, strategy: str) -> None:
     expected = ranks(2).run(normed_behind, strategy, False)
-    torch.testing.assert_close(ranks(2).run(normed_behind, strategy, True), expected, rtol=0, atol=0)
+    found = ranks(2).run(normed_behind, strategy, True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)  # NaN: another stage's weights
 
 
 def torn(strategy: str, odd: int, path: Path | None = None) -> list[str]:

@@ -121,3 +121,11 @@ def test_running_statistics(ranks: Any) -> None:
     statistics = {("all_reduce", "dp", "statistics", (8 + 8 + 1 + 4) * 4): 1}
     assert ranks(2).run(normed, "dp=2 microbatches=2", False) == [expected | statistics] * 2
     assert ranks(2).run(normed, "dp=2 microbatches=2", True) == [expected] * 2
+
+
+def test_running_statistics_of_other_stages(ranks: Any) -> None:
+    # Of the norm that trains: 8 means and 8 variances of 4 bytes, and one count of 8 bytes.
+    found = {frozen: ranks(2).run(normed, "pp=2", frozen) for frozen in (False, True)}
+    statistics = ("all_gather", "pp", "statistics", (8 + 8) * 4 + 8)
+    for moving, frozen in zip(found[False], found[True], strict=True):
+        assert moving - frozen == {statistics: 1} and frozen - moving == {}
