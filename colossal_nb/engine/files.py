@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from colossal_nb.parallel.saving import locks
 from colossal_nb.record.recorder import Recorder
 
 _WRITING = os.O_WRONLY | os.O_RDWR
@@ -23,7 +24,8 @@ def install(recorder: Callable[[], Recorder], own_directory: str) -> None:
     def note(path: Any) -> None:
         if isinstance(path, (str, bytes, os.PathLike)):
             text = os.path.abspath(os.fsdecode(path))
-            if not text.startswith(own_directory) and not any(part in text for part in _NOT_THE_USERS):
+            ours = text.startswith(own_directory) or locks.is_lock(text)
+            if not ours and not any(part in text for part in _NOT_THE_USERS):
                 recorder().state("writes", text)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

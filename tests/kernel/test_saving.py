@@ -10,6 +10,7 @@ import torch
 from conftest import eventually
 
 import colossal_nb as cnb
+from colossal_nb.notebook.files import written_together
 from colossal_nb.run import Run
 from colossal_nb.session import Session
 
@@ -39,7 +40,10 @@ def test_a_save_in_the_background(tmp_path: Path) -> None:
     session.start(2)
     try:
         ok(session, SETUP, "dp=2")
-        ok(session, f"path = {str(path)!r}\ncnb.save(path, model, step=1)")
+        run = ok(session, f"path = {str(path)!r}\ncnb.save(path, model, step=1)\ncnb.load(path, model);")
+        assert written_together(run) == ""             # of the lock that both ranks take, the user knows nothing
+        run = ok(session, "cnb.save(path, model, step=1)\nopen(path + '.lock', 'w').close()")
+        assert "ranks 0,1 wrote the same file run.lock:" in written_together(run)
         run = ok(session, "limits = resource.getrlimit(resource.RLIMIT_FSIZE)\n"
                           "if rank == 0: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))\n"
                           "saving = cnb.save(path, model, wait=False, step=2)")

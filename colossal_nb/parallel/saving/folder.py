@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import time
 import uuid
@@ -25,12 +24,11 @@ from typing import Any
 
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.objects import all_gather
-from colossal_nb.parallel.saving.locks import Lock
+from colossal_nb.parallel.saving.locks import DATA, Lock
 from colossal_nb.validation import shown
 
 FILE = "checkpoint.json"
 FORMAT, VERSION = "colossal_nb checkpoint", 1
-_DATA = re.compile(r"\.?data-[0-9a-f]{8}")  # hidden while it is being removed
 _BLOCK_BYTES = 2**20
 _TRIES = 20
 
@@ -120,7 +118,7 @@ def commit(path: Path, content: dict[str, Any], lock: Lock) -> None:
         os.close(number)
     lock.release()
     for name in _names(path):
-        if _DATA.fullmatch(name):
+        if DATA.fullmatch(name):
             _remove_unused(path, name, before)
 
 
@@ -186,7 +184,7 @@ def read(path: Path) -> dict[str, Any]:
     if (path / FILE).is_dir():
         raise ValueError(f"{path / FILE} is a folder, no file of cnb.save: there is no checkpoint at {path}")
     if not (path / FILE).is_file():
-        started = any(_DATA.fullmatch(name) for name in _names(path))
+        started = any(DATA.fullmatch(name) for name in _names(path))
         why = "a save began there and did not come to its end" if started else f"it has no {FILE}"
         raise FileNotFoundError(f"there is no checkpoint of cnb.save at {path}: {why}")
     try:
@@ -229,4 +227,4 @@ def verify(folder: Path, files: Iterable[tuple[str, list[int]]]) -> None:
 
 def _is_ours(name: str) -> bool:
     # Hidden files (of a file manager, of Jupyter) are nobody's; a save leaves them where they are.
-    return name == FILE or name.startswith(".") or _DATA.fullmatch(name) is not None
+    return name == FILE or name.startswith(".") or DATA.fullmatch(name) is not None

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
 
 NAME = ".lock"
+DATA = re.compile(r"\.?data-[0-9a-f]{8}")  # a data folder; hidden while it is being removed
 _PATIENCE_S, _LOOK_S = 60.0, 0.01
+
+
+def is_lock(path: str) -> bool:
+    """Whether this is such a hidden file, which all ranks open."""
+    file = Path(path)
+    return file.name == NAME and DATA.fullmatch(file.parent.name) is not None
 
 
 class Lock:
