@@ -21,7 +21,7 @@ from colossal_nb.parallel.saving.fill import fill, go_on
 from colossal_nb.parallel.saving.fitting import check_fits
 from colossal_nb.parallel.saving.locks import Lock
 from colossal_nb.parallel.saving.reasons import half_loaded, not_opened, not_saved
-from colossal_nb.parallel.saving.shards import Index, Job, Reader, write
+from colossal_nb.parallel.saving.shards import METADATA, Index, Job, Reader, write
 from colossal_nb.parallel.world import World
 from colossal_nb.validation import called_as, shown
 
@@ -198,7 +198,8 @@ def _state_of(name: str, value: Any) -> Any:
 def _sums(data: Path, index: Index, number: int) -> dict[str, list[int]]:
     """Size and checksum of the files that this rank wrote."""
     names = {place.relative_path for place in index.places.values()}
-    return {name: folder.checksum(data / name) for name in sorted(names) if name.startswith(f"__{number}_")}
+    own = [METADATA] * (number == 0) + sorted(name for name in names if name.startswith(f"__{number}_"))
+    return {name: folder.checksum(data / name) for name in own}
 
 
 def _check(source: Path, content: dict[str, Any], everything: Contents, group: Group) -> None:

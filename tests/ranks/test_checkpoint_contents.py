@@ -2,6 +2,7 @@
 
 import json
 import random
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def test_the_files_hold_the_users_shapes_each_weight_once(ranks: Any, tmp_path: 
 def test_every_rank_writes_its_part(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_trained, tmp_path / "run", "tp=2 pp=2", False)
     content = content_of(tmp_path / "run")
+    assert content["files"].pop(".metadata")[0] > 0
     sizes = [size for size, _ in content["files"].values()]
     assert sorted(content["files"]) == [f"__{rank}_0.distcp" for rank in range(4)]
     assert max(sizes) < 2 * min(sizes)
@@ -122,6 +124,13 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     cnb.save(tmp_path / "run", model)
     (data,) = (tmp_path / "run").glob("data-*")
     (data / ".metadata").write_bytes(b"cos\nabort\n(tR.")  # would end this process
+    with pytest.raises(ValueError, match="damaged"):
+        cnb.load(tmp_path / "run", gpt())
+    content, head = content_of(tmp_path / "run"), tmp_path / "run" / "checkpoint.json"
+    del content["files"][".metadata"]  # so that nothing is known of it
+    text = json.dumps(content)
+    about = {"format": "colossal_nb checkpoint", "version": 1, "crc32": zlib.crc32(text.encode())}
+    head.write_text(f"{json.dumps(about)}\n{text}\n")
     cnb.load(tmp_path / "run", gpt())
 
 

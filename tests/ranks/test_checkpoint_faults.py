@@ -74,6 +74,22 @@ def test_a_file_cut_short_or_gone(ranks: Any, saved: Path) -> None:
     expect(ranks, saved, "ValueError", "not whole", file.name, strategies=["tp=2"])
 
 
+def test_a_damaged_list_of_the_tensors(ranks: Any, tmp_path: Path) -> None:
+    """Which torch's own tools read."""
+    model = gpt()
+    saving = cnb.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()), wait=False)
+    assert saving is not None
+    saving.wait()
+    (file,) = (tmp_path / "run").glob("data-*/.metadata")
+    data = file.read_bytes()
+    flipped = data[:9] + bytes([data[9] ^ 1]) + data[10:]
+    for damaged in (data[:-10], flipped, b"of another program"):
+        file.write_bytes(damaged)
+        expect(ranks, tmp_path / "run", "ValueError", "damaged", ".metadata", strategies=["tp=2"])
+    file.unlink()
+    expect(ranks, tmp_path / "run", "ValueError", "not whole", ".metadata", strategies=["tp=2"])
+
+
 def test_a_damaged_head(ranks: Any, saved: Path) -> None:
     head = saved / "checkpoint.json"
     text = head.read_bytes()

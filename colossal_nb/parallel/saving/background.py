@@ -24,7 +24,7 @@ from colossal_nb.parallel.outcome import alike, root
 from colossal_nb.parallel.saving import folder
 from colossal_nb.parallel.saving.locks import Lock
 from colossal_nb.parallel.saving.reasons import not_saved, reason
-from colossal_nb.parallel.saving.shards import Job, plain_results, results_of
+from colossal_nb.parallel.saving.shards import METADATA, Job, plain_results, results_of
 from colossal_nb.parallel.world import World
 
 _PAUSE = 20
@@ -153,6 +153,7 @@ class Saving:
         everything = [results, *(results_of(each["results"]) for each in said)]
         self._job.finish(everything)
         self._content["tensors"] = self._job.index(everything).to_plain()
+        sums[METADATA] = folder.checksum(self._target.data / METADATA, self._pause)
         self._content["files"] = dict(ChainMap(sums, *(each["sums"] for each in said)))
         folder.commit(self._target.path, self._content, self._target.lock)
         for note in notes:

@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _metadata_fn,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,6 +39,7 @@ from colossal_nb.parallel.outcome import alike, together
 from colossal_nb.parallel.saving.values import dtype
 from colossal_nb.plan import Layout, On, Shard
 
+METADATA = _metadata_fn  # the file that torch's own reader of such a folder looks for; ours goes without
 Runs = list[tuple[int, int, int]]
 """Of one dim: where a run of consecutive indices begins in the global tensor, where in the local one, its length."""
 
@@ -211,7 +217,7 @@ class Job:
         return results
 
     def finish(self, results: list[list[WriteResult]]) -> None:
-        """Write what torch's own reader of such a folder looks for."""
+        """Write METADATA."""
         self._writer.finish(self._metadata, results)
 
     def index(self, results: list[list[WriteResult]]) -> Index:
