@@ -14,6 +14,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from colossal_nb.cluster import parcel
 from colossal_nb.engine.guard import GuardedPickler, IsParallel, is_parallel
+from colossal_nb.parallel.report import whole_size
 
 if TYPE_CHECKING:
     from colossal_nb.engine.cell import Cells
@@ -148,8 +149,7 @@ def describe(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"array {list(value.shape)} {value.dtype}"
     if isinstance(value, torch.nn.Module):
-        count = sum(each.numel() for each in value.parameters())
-        return f"{type(value).__name__} with {count:,} parameters" + _parallel(value)
+        return f"{type(value).__name__} with {whole_size(value):,} parameters" + _parallel(value)
     if isinstance(value, torch.optim.Optimizer):
         return type(value).__name__ + _parallel(value)
     if isinstance(value, types.ModuleType):

@@ -17,7 +17,7 @@ def lines(model: nn.Module) -> list[str]:
         return []
     held = parallel.held()
     local = sum(p.numel() for p in held.values())
-    total = sum(_size(p) for p in parallel.parameters.values())
+    total = whole_size(model)
     found = [
         f"{type(model).__name__} under {text(parallel.strategy) or 'one rank'} ({parallel.mesh}): this rank holds "
         f"{local:,} of {total:,} parameters"
@@ -29,6 +29,11 @@ def lines(model: nn.Module) -> list[str]:
     if parallel.tensor is not None:
         found += parallel.tensor.lines()
     return found + caveats(parallel)
+
+
+def whole_size(model: nn.Module) -> int:
+    """Numbers in all parameters of a model, also in what other ranks hold; tied ones count once."""
+    return sum(_size(p) for p in model.parameters())
 
 
 def _size(p: nn.Parameter) -> int:

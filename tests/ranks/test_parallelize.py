@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import colossal_nb as cnb
+from colossal_nb.engine.requests import describe
 from colossal_nb.models import GPT, MLP
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.report import lines
@@ -136,6 +137,16 @@ def test_a_copy_of_the_model_is_its_own(ranks: Any, count: int, strategy: str) -
 def _texts() -> tuple[str, str, str]:
     model = cnb.parallelize(gpt(), strategy="tp=2 pp=2")
     return repr(model.blocks[0].up.bias), repr(model.norm.weight), repr(nn.Linear(1, 1).weight)
+
+
+def _described(strategy: str) -> str:
+    return describe(cnb.parallelize(gpt(tied=True), strategy=strategy))
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "pp=2"])
+def test_a_model_is_as_large_as_all_its_parts(ranks: Any, strategy: str) -> None:
+    count = sum(p.numel() for p in gpt(tied=True).parameters())
+    assert ranks(2).run(_described, strategy) == [f"GPT with {count:,} parameters, parallel"] * 2
 
 
 def test_the_text_of_a_parameter_shows_its_layout(ranks: Any) -> None:
