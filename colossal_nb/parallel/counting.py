@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.unread import VALUELESS
+from colossal_nb.parallel.world import World
 from colossal_nb.plan import Replicate
 
 
@@ -63,7 +64,7 @@ class CountingMeans(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._by_hand and func not in VALUELESS:
+        if self._by_hand and func not in VALUELESS and not World.current().elsewhere:
             _refuse_parts(args)
         if func in _RULES:
             return self._loss(func, args, kwargs)

@@ -187,6 +187,17 @@ class Parallel:
             self.inside = before
 
 
+@contextmanager
+def stepping(parallel: Parallel) -> Iterator[None]:
+    """Inside is a forward_backward of this model, where every rank has its own part of the batch."""
+    world = World.current()
+    before, world.stepping = world.stepping, parallel
+    try:
+        yield
+    finally:
+        world.stepping = before
+
+
 def group_along(mesh: Mesh, axes: tuple[str, ...]) -> Group:
     """This rank's group along axes. Axes of one rank add nothing, so that the others' connections are used again."""
     longer = tuple(axis for axis in axes if mesh.axis_size(axis) > 1) or axes[:1]

@@ -21,7 +21,7 @@ from colossal_nb.parallel import gradients, objects, outputs
 from colossal_nb.parallel.agree import differing
 from colossal_nb.parallel.batch import checksum, ranks_text
 from colossal_nb.parallel.graph import Node, leaves_below, nodes_of
-from colossal_nb.parallel.handle import Parallel
+from colossal_nb.parallel.handle import Parallel, holds
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.reachable import trained_tensors
 from colossal_nb.parallel.structure import leaves
@@ -40,7 +40,19 @@ def known(parallel: Parallel, loss_fn: Any) -> dict[str, Tensor]:
     found = {id(p): (name, p) for name, p in trained_tensors(loss_fn).items() if id(p) not in own}
     for number, p in enumerate(of_optimizers(parallel)):
         found.setdefault(id(p), (f"tensor {number} in the optimizer that is outside the model", p))
-    return {name: p for name, p in found.values() if layout_of(p) is None}
+    return {name: p for name, p in found.values() if _is_whole(p, parallel.rank) or _is_cut_alike(p, parallel)}
+
+
+def _is_whole(p: Tensor, rank: int) -> bool:
+    """Also a parameter of another parallel model, where no axis cuts it."""
+    layout = layout_of(p)
+    return layout is None or (holds(p, rank) and layout.local_shape(rank) == layout.global_shape)
+
+
+def _is_cut_alike(p: Tensor, parallel: Parallel) -> bool:
+    """A parameter of another parallel model, whose ranks along tp all take part in this one's loss."""
+    layout = layout_of(p)
+    return layout is not None and layout.mesh == parallel.mesh and parallel.pipeline is None
 
 
 @dataclass(eq=False)
@@ -161,7 +173,8 @@ class Outside:
             )
 
     def _require_equal(self, fresh: dict[str, Tensor]) -> None:
-        odd = differing(checksum(list(fresh.values())), self.parallel.group(), "outside")
+        whole = [p for p in fresh.values() if _is_whole(p, self.parallel.rank)]
+        odd = differing(checksum(whole), self.parallel.group(), "outside")
         if odd:
             raise ValueError(
                 f"the loss trains {', '.join(list(fresh)[:3])}, whose values on {ranks_text(odd)} differ from the "
@@ -171,13 +184,18 @@ class Outside:
 
 def finish(parallel: Parallel, used: list[Tensor], count: float) -> None:
     """Bring the sum of the gradients of those who made a part to all ranks, divided by `count`. Collective."""
-    place, group = parallel.place, parallel.group()
+    place = parallel.place
     counts = parallel.is_last and place["tp"] == place["sp"] == 0
+    whole = [p for p in used if _is_whole(p, parallel.rank)]
+    cut = [p for p in used if not _is_whole(p, parallel.rank)]  # each rank its own part: dp alone adds them up
     for p in used:
-        if p.grad is None or not counts:
+        if p.grad is None:
             p.grad = torch.zeros_like(p)
-    if group.size > 1 and used:
-        gradients.sum_over(used, group, of="gradients outside the model")
+    for p in () if counts else whole:
+        p.grad = torch.zeros_like(p)
+    for tensors, group in ((whole, parallel.group()), (cut, parallel.group("dp"))):
+        if group.size > 1 and tensors:
+            gradients.sum_over(tensors, group, of="gradients outside the model")
     for p in used:
         if p.grad is not None and count not in (0, 1):
             p.grad.div_(count)

@@ -15,7 +15,7 @@ from colossal_nb.parallel.batch import batch_size, bounds, cut, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.dropout import pass_by
-from colossal_nb.parallel.handle import NAME, Parallel, require_cell
+from colossal_nb.parallel.handle import NAME, Parallel, require_cell, text
 from colossal_nb.parallel.outside import inside_model
 from colossal_nb.parallel.parameter_hooks import register_first
 from colossal_nb.parallel.recompute import recomputing
@@ -42,8 +42,10 @@ class Road:
         self.parallel = parallel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.parallel.inside:
+        if self.parallel.inside and self.parallel.pipeline is None:
             return self.parallel.forward(*args, **kwargs)
+        if World.current().stepping is not None:
+            return _on_a_part(self.parallel, World.current().stepping, args, kwargs)
         compiled.refuse_around(self.parallel.mesh.size)
         return run(self.parallel, args, kwargs)
 
@@ -85,6 +87,40 @@ def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return _delivered(parallel, output)
     _average_hooks(parallel)
     return _replicated(parallel, args, kwargs)
+
+
+def _on_a_part(parallel: Parallel, stepping: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A teacher, a critic, the model itself, called by the loss of a forward_backward (of the model `stepping`): what
+    it is given is this rank's part of the batch already, so nothing is cut or gathered.
+
+    Raises ValueError where that would need ranks that do not call it.
+    """
+    what = type(parallel.model).__name__
+    along_tp = parallel.mesh.axis_size("tp") > 1 or parallel.pending
+    alike = stepping.pipeline is None and stepping.mesh == parallel.mesh
+    if parallel.pipeline is not None or (along_tp and not alike):
+        raise ValueError(
+            f"this {what} works as {text(parallel.strategy)}, and inside a forward_backward (called by loss_fn) not "
+            f"all of its ranks come to this call: {_OTHER_WAYS}"
+        )
+    if parallel is not stepping and Statistics(parallel, kept.owners(parallel.model)).norms:
+        World.current().note(_OWN_STATISTICS.format(what=what))
+    world = World.current()
+    before, world.elsewhere = world.elsewhere, True
+    try:
+        return _forward(parallel, args, kwargs)
+    finally:
+        world.elsewhere = before
+
+
+_OTHER_WAYS = (
+    "leave it out of parallelize, or call it before, with torch.no_grad(): t = other(inputs), and give its output to "
+    "forward_backward with the targets"
+)
+_OWN_STATISTICS = (
+    "this {what}, called by loss_fn, keeps running statistics of each rank's part of the batch: they differ between "
+    "the ranks, and from those of one device; {what}.eval() before, or leave it out of parallelize"
+)
 
 
 def _wants_gradients(parallel: Parallel) -> bool:

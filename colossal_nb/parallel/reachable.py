@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossal_nb.parallel.handle import find
-
 MOST_OBJECTS = 500  # looked into in one search
 MOST_ELEMENTS = 64  # of one list or dict
 _LIBRARIES = ("torch", "numpy", "colossal_nb", "builtins")
@@ -25,14 +23,14 @@ Named = tuple[str, Any]
 
 
 def trained_tensors(loss_fn: Any) -> dict[str, Tensor]:
-    """Leaves that want a gradient, by what a program calls them; those of parallel models are left out."""
+    """Leaves that want a gradient, by what a program calls them."""
     found: dict[str, Tensor] = {}
     waiting: deque[Named] = deque([("loss_fn", loss_fn)])
     seen: dict[int, Any] = {}
     looked = 0
     while waiting and looked < MOST_OBJECTS:
         name, value = waiting.popleft()
-        if id(value) in seen or find(value) is not None:
+        if id(value) in seen:
             continue
         seen[id(value)] = value
         if isinstance(value, Tensor):

@@ -108,10 +108,11 @@ class World:
     `ledger` (its device's memory, of `capacity_bytes` if given),
     `strategy` (the running cell's default, or None), `notes` (lines to tell the user once), `subset` (the ranks of a
     cell that runs on some alone, or None), `alone` (the thread that may not talk to other ranks, because they wait
-    elsewhere), `verify` (whether the next forward_backward is to be compared with the
-    sequential program first), `interrupted` (set before an abort that means KeyboardInterrupt), `lives`
-    (rank -> which process with that number it is, where it is not the first), `parallels` (what the parallel models of
-    this process carry).
+    elsewhere), `stepping` (the parallel model whose forward_backward is under way, or None), `elsewhere` (whether the
+    loss of that one has called another parallel model, which runs), `verify` (whether the next forward_backward is to
+    be compared with the sequential program first), `interrupted` (set before an abort that means KeyboardInterrupt),
+    `lives` (rank -> which process with that number it is, where it is not the first), `parallels` (what the parallel
+    models of this process carry).
     """
 
     _current: ClassVar["World | None"] = None
@@ -138,6 +139,8 @@ class World:
         self.notes: list[str] = []
         self.subset: frozenset[int] | None = None
         self.alone: int | None = None
+        self.stepping: Any = None
+        self.elsewhere = False
         self.verify = False
         self.verified: Any = None  # the model and the verdict of a cell with --verify, until the cell ends
         self.interrupted = False

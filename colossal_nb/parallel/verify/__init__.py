@@ -129,7 +129,7 @@ def _compared(parallel: Parallel, program: Sequential, steps: int) -> tuple[list
     failures: hooks.Failures = {}
     if whole is not None:
         whole.outside = others
-        hooks.attach(parallel, whole, failures, alone=True)
+        hooks.attach(parallel, whole, failures)
     with lent(others.values(), "cpu"):
         expected = alike(
             lambda: Trained() if whole is None else program.train(whole, steps), parallel.group(), "verify"
@@ -137,7 +137,7 @@ def _compared(parallel: Parallel, program: Sequential, steps: int) -> tuple[list
     rng.restore(random)
     told = expected.rate, [name for name in others if expected.gradients.get(name) is not None], failures
     rate, reached, failures = objects.broadcast(told, parallel.group(), WAITS, "verify")
-    hooks.attach(parallel, twin, failures, alone=False)
+    hooks.attach(parallel, twin, failures)
     twin.outside = {name: others[name] for name in reached}
     with lent(others.values()):
         found = _train(twin, program, steps, rate)

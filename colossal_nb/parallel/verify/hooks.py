@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import dis
-import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +18,6 @@ from colossal_nb.parallel.handle import Parallel, find
 from colossal_nb.parallel.reachable import is_of_user
 from colossal_nb.parallel.verify.twins import Twin
 from colossal_nb.parallel.work import Released
-from colossal_nb.parallel.world import World
 
 Key = tuple[str, str, int]  # the parameter, on what of it the hook is, its number there
 Failures = dict[Key, str]
@@ -66,15 +63,12 @@ class Scope:
         return twin
 
 
-def attach(parallel: Parallel, twin: Twin, failures: Failures, alone: bool) -> None:
-    """Give the copies copies of the hooks, but those that have failed; one that fails does nothing from then on.
-
-    `alone`: the program runs on one rank, while the others wait.
-    """
+def attach(parallel: Parallel, twin: Twin, failures: Failures) -> None:
+    """Give the copies copies of the hooks, but those that have failed; one that fails does nothing from then on."""
     hooked = {id(each.p): each for each in parameter_hooks.of_users(parallel.parameters.values())}
     if not hooked:
         return
-    scope, around = Scope(_known(parallel, twin)), _talking_to_nobody if alone else nullcontext
+    scope = Scope(_known(parallel, twin))
     for name, p in parallel.parameters.items():
         own, other = hooked.get(id(p)), twin.parallel.parameters[name]
         if own is None or not other.requires_grad:
@@ -86,7 +80,7 @@ def attach(parallel: Parallel, twin: Twin, failures: Failures, alone: bool) -> N
             for number, hook in enumerate(parameter_hooks.of_user(hooks)):
                 key = name, kind, number
                 if key not in failures:
-                    register(_guarded(scope.value(hook), key, failures, around))  # type: ignore[no-untyped-call]
+                    register(_guarded(scope.value(hook), key, failures))  # type: ignore[no-untyped-call]
 
 
 def note(failures: Iterable[Failures]) -> list[str]:
@@ -111,13 +105,12 @@ def _known(parallel: Parallel, twin: Twin) -> dict[int, Any]:
     return {id(own): other for own, other in pairs}
 
 
-def _guarded(hook: Callable[[Any], Any], key: Key, failures: Failures, around: Any) -> Callable[[Any], Any]:
+def _guarded(hook: Callable[[Any], Any], key: Key, failures: Failures) -> Callable[[Any], Any]:
     def called(value: Any) -> Any:
         if key in failures:
             return None
         try:
-            with around():
-                found = hook(value)
+            found = hook(value)
             return found if key[1] == "gradient" else None  # torch wants none of the others
         except Released:
             raise
@@ -126,17 +119,6 @@ def _guarded(hook: Callable[[Any], Any], key: Key, failures: Failures, around: A
             return None
 
     return called
-
-
-@contextmanager
-def _talking_to_nobody() -> Iterator[None]:
-    """Inside, a message of this thread to other ranks, which are waiting elsewhere, is an error."""
-    world = World.current()
-    before, world.alone = world.alone, threading.get_ident()
-    try:
-        yield
-    finally:
-        world.alone = before
 
 
 def _globals_in(code: types.CodeType) -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,13 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from colossal_nb.parallel import gradients
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
 from colossal_nb.parallel.counting import CountingMeans, Seen
-from colossal_nb.parallel.handle import Parallel
+from colossal_nb.parallel.handle import Parallel, stepping
 from colossal_nb.parallel.losses import Part, own_loss, value_of
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.outside import known
 from colossal_nb.parallel.passes import measured
 from colossal_nb.parallel.unread import whole
 from colossal_nb.parallel.verify.twins import Twin
+from colossal_nb.parallel.world import World
 
 STEP = 1e-3
 AT_ONCE = "the whole batch at once, on one rank"
@@ -68,7 +71,7 @@ class Sequential:
         own, model = twin.parallel, twin.model
         masks = nullcontext() if own.dropout is None or not model.training else own.dropout.running()
         inputs, targets = move(whole(self.inputs), "cpu"), move(whole(self.targets), "cpu")
-        with torch.enable_grad(), own.precision.working(own), masks:
+        with torch.enable_grad(), own.precision.working(own), masks, stepping(own):
             if self.parts == 1:
                 return self._at_once(own, inputs, targets, step)
             with gradients.kept_apart(list(twin.parameters.values())):
@@ -116,6 +119,10 @@ class Sequential:
 
     def train(self, twin: Twin, steps: int) -> Trained:
         """Some steps on the same batch, gradients fresh in each."""
+        with _alone():
+            return self._train(twin, steps)
+
+    def _train(self, twin: Twin, steps: int) -> Trained:
         done = Trained()
         done.before = {name: p.detach().clone() for name, p in twin.parameters.items()}
         for step in range(steps):
@@ -131,6 +138,17 @@ class Sequential:
                 optimizer.step()
         done.weights = {name: p.detach() for name, p in twin.parameters.items()}
         return done
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Inside, a message of this thread to other ranks, which wait for the end of the program, is an error."""
+    world = World.current()
+    before, world.alone = world.alone, threading.get_ident()
+    try:
+        yield
+    finally:
+        world.alone = before
 
 
 def _rate(twin: Twin) -> float:
