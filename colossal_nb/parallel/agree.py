@@ -61,7 +61,10 @@ def totals(parallel: Parallel, parts: list[Part], data: int, more: list[float]) 
         row = torch.cat([row, every])
         # dtype: every replica that computed a loss wrote the same one into its own place of a sum.
         group.run("all_reduce", [row], of="loss")
-        _refuse_odd([group.ranks[index] for index in odd_ranks(row[-group.size :].tolist())])
+        odd = [group.ranks[index] for index in odd_ranks(row[-group.size :].tolist())]
+        if odd:
+            trouble.require_level(parallel)
+        _refuse_odd(odd)
     total, count, mixed, spread, code, samples, counts_spread, inexact, stops, guessed = row[:_FIXED].tolist()
     _stop(parallel, stops)
     if _not_proportional(spread, count, mixed):
@@ -123,8 +126,11 @@ def compare_data(parallel: Parallel, inputs: Any, targets: Any) -> None:
 
 
 def sampled(parallel: Parallel, inputs: Any, targets: Any) -> int:
-    """A checksum of the batch that costs little, however large it is."""
-    return checksum(leaves((inputs, targets)), SAMPLED) if parallel.group().size > 1 else 0
+    """A checksum of the batch that costs little, however large it is, and of the steps that this rank has ended."""
+    if parallel.group().size == 1:
+        return 0
+    steps = sum(parallel.steps.finished.values())
+    return checksum(leaves((inputs, targets)), SAMPLED) ^ steps
 
 
 def _refuse_odd(odd: list[int]) -> None:

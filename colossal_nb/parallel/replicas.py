@@ -39,9 +39,10 @@ class Apart:
 
 
 def sentence(found: list[Apart]) -> str:
-    """What differs, and what that comes from."""
+    """What differs most, from which others may differ too, and what that comes from."""
     more = f", so do those of {len(found) - 1} more" if len(found) > 1 else ""
-    return f"{found[0]}{more}: something in the program changes gradients, weights or optimizer states by rank"
+    most = max(found, key=lambda each: each.difference)
+    return f"{most}{more}: something in the program changes gradients, weights or optimizer states by rank"
 
 
 def differing(parallel: Parallel) -> list[Apart]:

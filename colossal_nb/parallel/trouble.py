@@ -34,8 +34,17 @@ def settle(parallel: Parallel) -> None:
 
 
 def require_alike(parallel: Parallel) -> None:
-    """Raise ValueError on all ranks alike where replicas differ, naming the first parameter. Collective."""
+    """Raise ValueError on all ranks alike where they have ended different steps, or replicas differ. Collective."""
+    require_level(parallel)
     if _apart(parallel):
+        raise ValueError(_advice(parallel))
+
+
+def require_level(parallel: Parallel) -> None:
+    """Raise ValueError on all ranks alike where a step() ended on some of them alone. Collective."""
+    told = _gathered(parallel)
+    if fault := _fault(told):
+        parallel.torn, parallel.source = fault, _whole_replica(told, parallel.mesh)
         raise ValueError(_advice(parallel))
 
 
