@@ -24,6 +24,11 @@ from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.world import World
 
+NO_GRADIENT = (
+    "this is a loss without a gradient: it was detached, made under torch.no_grad(), does not depend on the output, or "
+    "all parameters are frozen (requires_grad=False), so nothing would be trained"
+)
+
 
 @dataclass
 class Done:
@@ -150,10 +155,7 @@ def measured(loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, batc
 def _trainable(result: Part) -> Part:
     """Raises ValueError for a loss that no gradient can come from; a part of the batch may add a plain zero."""
     if not result.value.requires_grad and result.value != 0:
-        raise ValueError(
-            "this is a loss without a gradient: it was detached, made under torch.no_grad(), does not depend on the "
-            "output, or all parameters are frozen (requires_grad=False), so nothing would be trained"
-        )
+        raise ValueError(NO_GRADIENT)
     return result
 
 

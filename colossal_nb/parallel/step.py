@@ -23,11 +23,11 @@ from colossal_nb.parallel import (
     trouble,
 )  # fmt: skip
 from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
-from colossal_nb.parallel.handle import Parallel, require
+from colossal_nb.parallel.handle import Parallel, require, stepping
 from colossal_nb.parallel.losses import check, own_loss
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.outside import Outside
-from colossal_nb.parallel.passes import Done, run
+from colossal_nb.parallel.passes import NO_GRADIENT, Done, run
 from colossal_nb.parallel.statistics import Statistics, note_others
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.trace import untouched
@@ -65,8 +65,9 @@ def forward_backward(
     batch = _Batch.of(parallel, inputs, targets)
     others, owners = Outside.of(parallel, loss_fn, (inputs, targets)), kept.owners(model)
     step = _Step(parallel, loss_fn, batch, others, Statistics(parallel, owners), _unit(parallel, loss_fn, batch))
+    step.require_trained()
     fresh = not parallel.accumulating and all(p.grad is None for p in parallel.held().values())
-    with kept.buffers(parallel, owners), others, gradients.kept_apart(step.trained):
+    with stepping(parallel), kept.buffers(parallel, owners), others, gradients.kept_apart(step.trained):
         done, totals = step.proved(return_output)
         step.finish(done, totals)
         loss_scale.seen(parallel, fresh)
@@ -128,6 +129,12 @@ class _Step:
     @property
     def trained(self) -> list[Tensor]:
         return [*self.parallel.held().values(), *self.others.tensors.values()]
+
+    def require_trained(self) -> None:
+        """Raise ValueError where nothing wants a gradient. A stage asks one of what it receives all the same."""
+        everything = (*self.parallel.parameters.values(), *self.others.tensors.values())
+        if self.parallel.pipeline is not None and not any(p.requires_grad for p in everything):
+            raise ValueError(NO_GRADIENT)
 
     def proved(self, return_output: bool) -> tuple[Done, agree.Totals]:
         """All parts forward and backward; where it is not known yet, that their losses make the whole batch's."""
