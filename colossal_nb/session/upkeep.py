@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from colossal_nb.cluster.client import Client, ClusterLost, RankFailed
+from colossal_nb.cluster.client import Client, RankFailed
 from colossal_nb.cluster.door import Reply
 from colossal_nb.session.copying import Newcomer, mend
 from colossal_nb.session.looking import busy, listed, named, stuck_text
@@ -41,7 +41,7 @@ class Upkeep:
 
     def warm(self) -> None:
         """Start the supervisor, the controller and the fork server in the background; returns at once."""
-        if self._client is None and self._warming is None:
+        if self.present is None and self._warming is None:
             self._trouble = None
             self._warming = threading.Thread(target=self._make, name="colossal-warm", daemon=True)
             self._warming.start()
@@ -59,12 +59,16 @@ class Upkeep:
 
     @property
     def present(self) -> Client | None:
-        """The cluster, if there is one whose supervisor answers."""
+        """The cluster, if there is one that is not lost. A lost one is dropped here, whoever met the loss."""
+        if self._client is not None and self._client.lost:
+            self.drop()
         return self._client
 
     def client(self) -> Client:
         """The cluster; made now if there is none."""
         self._join()
+        if self.present is not None:
+            return self.present
         self.warm()                                    # again where the first was cut short by a press
         self._join()
         if self._client is None:
@@ -76,7 +80,8 @@ class Upkeep:
 
     @property
     def engines(self) -> int:
-        return len(self._client.members) if self._client is not None else 0
+        client = self.present
+        return len(client.members) if client is not None else 0
 
     def path(self, what: str) -> Path:
         """A fresh file name in the cluster's private folder."""
@@ -97,15 +102,11 @@ class Upkeep:
     def _fill(self, engines: int) -> list[str]:
         """Have the ranks, all with the same names."""
         client = self.client()
-        try:
-            client.backlog += client.pump(0)
-            wanted = max(engines, len(client.members))
-            if len(client.members) < wanted or not all(member.ready for member in client.members.values()):
-                client.start(wanted)
-            mended = mend(client, self.path("copy"), self.newcomers)
-        except ClusterLost:
-            self.drop()
-            raise
+        client.backlog += client.pump(0)
+        wanted = max(engines, len(client.members))
+        if len(client.members) < wanted or not all(member.ready for member in client.members.values()):
+            client.start(wanted)
+        mended = mend(client, self.path("copy"), self.newcomers)
         self.newcomers.update(mended.newcomers)
         everyone = tuple(sorted(client.members))
         self._unsettled |= bool(self._grouped) and (everyone != self._grouped or bool(mended.newcomers))
@@ -126,8 +127,8 @@ class Upkeep:
         client = self.client()
         unknown = [rank for rank in ranks if rank not in client.members]
         if unknown:
-            raise ValueError(f"there is no {named(unknown)}; there are {self.engines} engines, "
-                             f"0 to {self.engines - 1}")
+            there = f"; there are {self.engines} engines, 0 to {self.engines - 1}"
+            raise ValueError(f"there is no {named(unknown)}{there if self.engines else ': no engines run'}")
         lives = {rank: client.members[rank].life for rank in ranks}
         client.link.send("restart", ranks=list(ranks))
         client.until(lambda: not self._ending(lives), _END_LIMIT_S, lambda: f"{named(self._ending(lives))} not ended")
@@ -151,13 +152,13 @@ class Upkeep:
         for rank, reply in loop.replies.items():
             self.digests[rank] = reply.get("random", "")
             self.states = reply.get("states") or self.states
-        self.late = loop.still_running() if self._client is not None else {}
+        self.late = loop.still_running() if self.present is not None else {}
 
     def await_late(self) -> None:
         """Give ranks that are still in an earlier cell a moment. Raises RankFailed while one is."""
-        if not self.late:
+        client = self.present
+        if client is None or not self.late:
             return
-        client = self.client()
         with suppress(TimeoutError):
             client.until(lambda: not self._still_late(client), _GRACE_S, lambda: "")
         late = sorted(set(self._still_late(client)))

@@ -8,7 +8,7 @@ import threading
 import pytest
 from conftest import eventually, printed
 
-from colossal_nb.cluster.client import RankFailed
+from colossal_nb.cluster.client import ClusterLost, RankFailed
 from colossal_nb.session import Session
 
 
@@ -43,6 +43,21 @@ def test_ranks_that_are_stuck_are_named_not_waited_for(session: Session) -> None
     notes = session.restart([2])
     assert len(notes) == 1 and "rank 2 is replaced, with copies of rank" in notes[0]
     assert printed(session.run("print(kept, rank)").wait()) == [f"5 {rank}" for rank in range(4)]
+
+
+def test_a_cluster_lost_while_a_rank_is_stuck_is_lost_once(session: Session) -> None:
+    session.stop()
+    session.start(2)
+    hold(session, (1,))
+    client = session._upkeep.present
+    assert client is not None
+    os.kill(client.link.pid, signal.SIGKILL)
+    with pytest.raises(ClusterLost, match="starts a new cluster"):
+        session.run("1")
+    assert session.engines == 0 and session.status().engines == 0
+    with pytest.raises(ValueError, match="there is no rank 1: no engines run"):
+        session.restart(1)
+    assert printed(session.run("print(rank)", "dp=2").wait()) == ["0", "1"]
 
 
 def test_one_command_mends_all_ranks_that_are_stuck(session: Session) -> None:
