@@ -46,7 +46,7 @@ def compare(session: Session, page: Page, source: str, code: str, strategies: Se
     """Run `code` under each strategy, freeing what it bound (`source`) before the next; a strategy that fails is a
     row, and the others run. Raises KeyboardInterrupt after the table of what was finished."""
     done: list[Compared] = []
-    stopped = False
+    stopped, before = False, session.engines
     for number, strategy in enumerate(strategies):
         say(page, f"{number + 1} of {len(strategies)}: {strategy}")
         try:
@@ -55,11 +55,15 @@ def compare(session: Session, page: Page, source: str, code: str, strategies: Se
             _one(session, code, strategy, keep, done)
         except KeyboardInterrupt:
             stopped = True
+        before = before or session.engines             # the first row's start is no growth
         run = done[-1].run if done else None
         if stopped or (run is not None and run.status == "interrupted"):
             break
     if done:
         show(page, done, len(strategies))
+        for largest in [each.strategy for each in done if each.strategy.needs == session.engines][:1]:
+            for said in session.growth(before, largest):
+                say(page, said)
     if stopped:
         raise KeyboardInterrupt
     return done

@@ -70,6 +70,10 @@ class Session:
         self._upkeep.grow(engines or max(self.engines, DEFAULT_ENGINES))
         return self.status()
 
+    def growth(self, before: int, strategy: Strategy) -> list[str]:
+        """What to tell where this strategy has made the cluster grow from so many engines."""
+        return self._upkeep.growth(before, strategy)
+
     def stop(self) -> None:
         """End the cluster, silently; nothing is left of it. Raises RankFailed from a thread while a cell runs."""
         self._from_its_thread()
@@ -124,7 +128,9 @@ class Session:
             if ranks is not None:
                 raise ValueError("--ranks is for cells without a strategy: a strategy says itself who works")
         self._settle()
+        before = self.engines
         notes = self._upkeep.grow(wanted.needs if wanted is not None else (self.engines or DEFAULT_ENGINES))
+        notes += self.growth(before, wanted) if wanted is not None else []
         wishes = {"record": record, "verify": verify}
         return self._made(source, wanted, self._chosen(wanted, ranks), timeout_s, wishes, notes)
 

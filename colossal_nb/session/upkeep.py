@@ -10,6 +10,7 @@ from pathlib import Path
 
 from colossal_nb.cluster.client import Client, RankFailed
 from colossal_nb.cluster.door import Reply
+from colossal_nb.plan.strategy import Strategy
 from colossal_nb.session.copying import Newcomer, mend
 from colossal_nb.session.looking import busy, listed, named, stuck_text
 from colossal_nb.session.loop import CellLoop, Counts
@@ -93,6 +94,16 @@ class Upkeep:
         if self._unsettled:
             self.regroup()
         return notes
+
+    def growth(self, before: int, strategy: Strategy) -> list[str]:
+        """A sentence where this strategy has made a cluster of `before` engines grow; their first start is no news."""
+        client = self.present
+        if client is None or not 0 < before < self.engines:
+            return []
+        cores = client.link.cores
+        on = f" on {cores} core{'s' * (cores > 1)}" if self.engines > cores else ""
+        return [f"the cluster has grown from {before} to {self.engines} engines{on} for {strategy}, and they stay: "
+                f"`%colossal stop`, then `%colossal start -n {before}` goes back (variables on the ranks are lost)"]
 
     def settle(self) -> list[str]:
         """After what tore the groups: all ranks alive, in new groups."""

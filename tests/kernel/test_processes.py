@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import eventually, printed
 
+from colossal_nb.cluster.host import usable_cores
 from colossal_nb.run import RankState
 from colossal_nb.session import Session
 
@@ -81,8 +82,9 @@ def test_warm_returns_at_once_and_a_cell_sent_at_once_waits_for_the_start(sessio
     session.warm()
     assert time.monotonic() - begin < 0.5              # it starts processes in a thread; the start takes seconds
     assert session.engines == 0
-    assert printed(session.run(SUM, "dp=2").wait()) == ["2.0 0", "2.0 1"]
-    assert session.engines == 2
+    run = session.run(SUM, "dp=2").wait()
+    assert printed(run) == ["2.0 0", "2.0 1"]
+    assert session.engines == 2 and run.notes == []    # the first start is no news
 
 
 def test_the_cluster_grows_with_copies_of_the_names_and_never_shrinks(session: Session) -> None:
@@ -92,9 +94,12 @@ def test_the_cluster_grows_with_copies_of_the_names_and_never_shrinks(session: S
     assert run.status == "ok", run.errors
     assert printed(run) == [f"{rank} 4 5 True" for rank in range(4)]
     assert any("ranks 2, 3 are new" in note and "stream (cannot be copied" in note for note in run.notes), run.notes
+    grown = [note for note in run.notes if "has grown from 2 to 4 engines" in note]
+    assert len(grown) == 1 and "for dp=4" in grown[0] and "`%colossal start -n 2` goes back" in grown[0], run.notes
+    assert (" cores for" in grown[0] or " core for" in grown[0]) == (usable_cores() < 4)
     assert printed(session.run(SUM).wait()) == [f"4.0 {rank}" for rank in range(4)]
     run = session.run("print(rank)", "dp=2").wait()
-    assert (run.ranks, session.engines) == ((0, 1), 4)
+    assert (run.ranks, session.engines) == ((0, 1), 4) and "grown" not in "".join(run.notes)
 
 
 def test_parallel_objects_are_named_as_missing_on_a_new_rank(session: Session) -> None:

@@ -57,7 +57,7 @@ def test_a_cluster_lost_while_a_rank_is_stuck_is_lost_once(session: Session) -> 
     assert session.engines == 0 and session.status().engines == 0
     with pytest.raises(ValueError, match="there is no rank 1: no engines run"):
         session.restart(1)
-    assert printed(session.run("print(rank)", "dp=2").wait()) == ["0", "1"]
+    assert printed(session.run("print(rank)", "dp=4").wait()) == ["0", "1", "2", "3"]
 
 
 def test_one_command_mends_all_ranks_that_are_stuck(session: Session) -> None:
