@@ -37,7 +37,8 @@ def _reason(run: Run) -> str:
         return ""
     if run.status == "interrupted" or run.error is None:
         return "stopped"
-    said = run.error.evalue.strip().partition("\n")[0]
+    first, _, more = run.error.evalue.strip().partition("\n")
+    said = f"{first} {more.strip().partition(chr(10))[0].lstrip('- ')}" if first.endswith(":") else first
     return f"{run.error.ename}: {said}" if said else run.error.ename
 
 

@@ -86,17 +86,20 @@ class Notebook:
         return run
 
     def compare(self, source: str, line: str, strategies: tuple[Strategy, ...], out: str = "") -> None:
-        """The cell under each strategy, one table and one picture; raises the first run's error at the end."""
+        """The cell under each strategy, one table and one picture. What fails is a row of it: an error is raised where
+        all failed (the first one's), or where the user stopped."""
         done = compare(self.session, self.page, source, numbered(line, source), strategies, self._keep)
         runs = [each.run for each in done if each.run is not None]
         if runs:
             self._remember(runs[-1], source, runs[-1].strategy)
         self._bind(out, runs)
-        for each in done:
-            if each.run is None:
-                raise ValueError(f"{each.strategy}: {each.refusal.partition(': ')[2]}")
-            if each.run.status != "ok":
-                fail_for(each.run, self.numbers)
+        for run in runs:
+            if run.status == "interrupted":
+                fail_for(run, self.numbers)
+        if not any(run.status == "ok" for run in runs):
+            if done[0].run is None:
+                raise ValueError(f"{done[0].strategy}: {done[0].refusal.partition(': ')[2]}")
+            fail_for(done[0].run, self.numbers)
 
     # %colossal
     def line(self, line: str) -> None:

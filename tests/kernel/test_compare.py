@@ -40,8 +40,8 @@ def test_the_last_cell_runs_under_each_strategy(notebook: Notebook) -> None:
 def test_what_fails_is_a_row_and_the_others_run(notebook: Notebook) -> None:
     line = '%%colossal --compare "tp=4 ; zero=1 ; dp=4 ; dp=2" --out runs'
     notebook.ok("%colossal restart")                   # no rank begins later than a model
-    reply = notebook.run(f"{line}\n{TRAIN}\nif world_size == 4: raise OSError('four')")
-    assert reply.status == "error"
+    reply = notebook.ok(f"{line}\n{TRAIN}\nif world_size == 4: raise OSError('four')")   # Run All goes on
+    assert reply.said.count("has grown from 2 to 4 engines") == 1 and "for tp=4, and they stay" in reply.said
     rows = [line for line in reply.said.splitlines() if line.startswith(("tp=4", "zero=1", "dp=4", "dp=2"))]
     assert "ValueError: " in rows[0] and "tp=4 does not divide" in rows[0]
     assert "ValueError: " in rows[1] and "not built" in rows[1]
@@ -50,6 +50,9 @@ def test_what_fails_is_a_row_and_the_others_run(notebook: Notebook) -> None:
     assert sum("no result" in str(data.get("text/html", "")) for data in reply.displays) == 1
     lacking = notebook.run("%%colossal\nmodel.training")
     assert lacking.ename == "NameError" and "model is on ranks 0, 1 alone, as after a cell that ran" in lacking.evalue
+    reply = notebook.run('%%colossal --compare "zero=1 ; dp=2"\nraise OSError("all")')
+    assert reply.ename == "ValueError" and "not built" in reply.evalue and "OSError: all" in reply.said
+    assert "grown" not in reply.said
 
 
 def test_stop_in_the_middle_keeps_what_was_finished(notebook: Notebook) -> None:
