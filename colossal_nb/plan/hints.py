@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches
 
@@ -36,8 +37,13 @@ def field_hint(name: str, value: str, fields: Sequence[str]) -> str:
     return f"{unknown}; did you mean {meant}?"
 
 
-def value_hint(name: str, value: object, choices: Sequence[int | str]) -> str:
-    """One sentence for a value that the field does not take."""
-    text = f"{name}={value}: {name} is one of {', '.join(map(str, choices))}"
-    near = get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.5)
-    return f"{text}; did you mean {name}={near[0]}?" if near else text
+def value_hint(name: str, value: object, choices: Sequence[int | str], built: Sequence[int | str]) -> str:
+    """One sentence for a value that the field does not take: a value that it was meant for, and all that there are."""
+    later = [str(choice) for choice in choices if choice not in built]
+    known = f"{name} is one of {', '.join(map(str, built))}"
+    known += f" (not built yet: {', '.join(later)})" if later else ""
+    near = get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.6)
+    # Other digits are another value, not a slip: fp8 is no fp32.
+    if near and not Counter(filter(str.isdigit, str(value))) - Counter(filter(str.isdigit, near[0])):
+        return f"{name}={value}: did you mean {name}={near[0]}? {known}"
+    return f"{name}={value}: {known}"

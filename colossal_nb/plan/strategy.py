@@ -168,7 +168,9 @@ def _wrong(field: Field, value: object, shown: str) -> list[str]:
         return []
     if field.choices:
         known = value in field.choices and not isinstance(value, bool)
-        return [] if known else [value_hint(field.name, value, field.choices)]
+        return [] if known else [
+            value_hint(field.name, value, field.choices, legal.BUILT.get(field.name, field.choices))
+        ]
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return []
     return [f"{field.name}={shown}: {field.name} is a whole number from 1 ({field.doc})"]

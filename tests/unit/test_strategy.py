@@ -94,8 +94,24 @@ def test_bad_value_is_refused_by_name(text):
     assert text.partition("=")[0] in refused(lambda: Strategy.parse(text))
 
 
-def test_near_value_is_hinted():
-    assert "did you mean precision=bf16?" in refused(lambda: Strategy.parse("precision=bf61"))
+@pytest.mark.parametrize("text, meant", [
+    ("precision=bf61", "precision=bf16"), ("precision=bf-16", "precision=bf16"), ("schedule=1f1", "schedule=1f1b"),
+    ("precision=bfloat16", "precision=bf16"), ("recompute=ful", "recompute=full"), ("sp_mode=rings", "sp_mode=ring"),
+])  # fmt: skip
+def test_near_value_is_hinted(text, meant):
+    assert refused(lambda: Strategy.parse(text)).startswith(f"{text}: did you mean {meant}? ")
+
+
+@pytest.mark.parametrize("text, values", [
+    ("precision=fp8", "fp32, bf16, fp16"), ("precision=fp64", "fp32, bf16, fp16"),
+    ("precision=float16", "fp32, bf16, fp16"), ("recompute=yes", "none, selective, full"),
+    ("sp_mode=x", "ring, ulysses"), ("schedule=2f2b", "1f1b, gpipe (not built yet: interleaved, zb-h1, zbv)"),
+    ("offload=disk", "none"),
+    ("tp_mode=4d", "1d (not built yet: 1d-sp, 2d, 2.5d, 3d)"), ("zero=4", "0 (not built yet: 1, 2, 3)"),
+])  # fmt: skip
+def test_another_value_is_answered_with_all_that_there_are(text, values):
+    said = refused(lambda: Strategy.parse(text))
+    assert said.startswith(f"{text}: {text.partition('=')[0]} is one of {values}") and "did you mean" not in said
 
 
 def test_everything_wrong_is_said_at_once():
