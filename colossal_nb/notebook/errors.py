@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 from colossal_nb.notebook.digits import skeleton
@@ -47,22 +47,34 @@ def fail_for(run: Run, numbers: Mapping[int, int]) -> NoReturn:
     """
     first = run.error
     if run.status == "interrupted" or first is None:
-        lines = interrupted(run)
-        fail("KeyboardInterrupt", _COLOUR.sub("", lines[0]).partition(": ")[2].partition(";")[0], lines)
+        where, lines = interrupted(run)
+        fail("KeyboardInterrupt", where, lines)
     where = _where(first, _same(first, run.errors), run.errors)
     value = first.evalue[:LONGEST_VALUE]
     lines = [_CELL.sub(lambda match: f"[{numbers.get(int(match[1]), match[1])}]", line) for line in report(run)]
     fail(first.ename, f"{value} ({where})" if value else where, lines)
 
 
-def interrupted(run: Run) -> list[str]:
-    """Where the ranks were when the user stopped them."""
+def interrupted(run: Run) -> tuple[str, list[str]]:
+    """Where the ranks were when the user stopped them and which run on: one sentence, and what is shown."""
     stopped = {rank: error for rank, error in run.errors.items() if error.ename == "KeyboardInterrupt"}
     lines = sorted({(error.line or 0) for error in stopped.values()} - {0})
     at = f", line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}" if lines else ""
     where = f"stopped on {named(sorted(stopped))}{at}" if stopped else "no rank has stopped"
     others = {rank: error for rank, error in run.errors.items() if rank not in stopped}
-    return [f"{_red('KeyboardInterrupt')}: {where}; variables are kept", *_others(others)]
+    running = sorted(rank for rank, error in others.items() if error.ename == "StillRunning")
+    if running:
+        where += f"; {_still_running(running, set(run.ranks) - set(running))}"
+    kept = "" if running else "; variables are kept"
+    return where, [f"{_red('KeyboardInterrupt')}: {where}{kept}", *_others(others)]
+
+
+def _still_running(ranks: Sequence[int], rest: Collection[int]) -> str:
+    """That these ranks did not stop, the command that ends them, and what it costs."""
+    run, them, their = ("run", "them", "their") if ranks[1:] else ("runs", "it", "its")
+    kept = ", the others keep theirs" if rest else ""
+    return (f"{named(ranks)} still {run}: %colossal restart --rank {','.join(map(str, ranks))} ends {them} "
+            f"({their} variables are lost{kept})")
 
 
 def report(run: Run) -> list[str]:

@@ -107,9 +107,12 @@ def test_only_the_ranks_that_were_stopped_are_called_stopped() -> None:
                  status="interrupted")
     with pytest.raises(CellError) as caught:
         fail_for(run, {})
-    assert str(caught.value) == "stopped on rank 0, line 3"
+    runs_on = "rank 1 still runs: %colossal restart --rank 1 ends it (its variables are lost, the others keep theirs)"
+    assert str(caught.value) == f"stopped on rank 0, line 3; {runs_on}"
     assert [line.partition(": ")[2] for line in caught.value.lines] == [
-        "stopped on rank 0, line 3; variables are kept", "StillRunning: rank 1 is still in the cell (line 9)"]
-    run = failed(error(1, "StillRunning", "rank 1 is still in the cell"), status="interrupted")
-    with pytest.raises(CellError, match="no rank has stopped"):
+        f"stopped on rank 0, line 3; {runs_on}", "StillRunning: rank 1 is still in the cell (line 9)"]
+    run = failed(*(error(rank, "StillRunning", "still in the cell") for rank in (0, 1)), ranks=2, status="interrupted")
+    with pytest.raises(CellError) as caught:
         fail_for(run, {})
+    assert str(caught.value) == ("no rank has stopped; ranks 0,1 still run: %colossal restart --rank 0,1 ends them "
+                                 "(their variables are lost)")
