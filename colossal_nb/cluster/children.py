@@ -83,11 +83,12 @@ class ForkServer(Child):
 
 
 def tail(path: Path, size_bytes: int = 2000) -> str:
-    """The end of a log file, for messages about a process that failed."""
+    """The last whole lines of a log file, for messages about a process that failed."""
     try:
         with path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - size_bytes))
-            return file.read().decode(errors="replace").strip()
+            begin = file.seek(0, os.SEEK_END) - size_bytes
+            file.seek(max(0, begin - 1))               # a line that begins where we begin is whole
+            found = file.read()
+            return (found.partition(b"\n")[2] if begin > 0 else found).decode(errors="replace").strip()
     except OSError:
         return ""

@@ -33,16 +33,15 @@ class RankFailed(RuntimeError):
 
 
 _CHATTER = re.compile(r"\b(INFO|DEBUG|WARNING)\b|^\d{4}-\d\d-\d\d (?!.*\b(ERROR|CRITICAL)\b)")
-_MOST_LOG = 3
 
 
 def _fault(process: str, code: int, log: str) -> str:
-    """How a process ended, with the errors at the end of its log."""
+    """How a process ended, with the last error of its log."""
     try:
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     except ValueError:
         how = f"killed by signal {-code}"
-    errors = [line for line in log.splitlines() if line.strip() and not _CHATTER.search(line)][-_MOST_LOG:]
+    errors = [line for line in log.splitlines() if line.strip() and not _CHATTER.search(line)][-1:]
     return "\n".join([f"the {process} ended ({how})", *errors])
 
 
