@@ -90,10 +90,14 @@ def compare(parallel: Parallel, loss_fn: LossFn, kept: Kept, targets: Any, sampl
     votes, plain, together, slope = verdict.tolist()
     if votes:
         plain, together, slope = plain / votes, together / votes, slope / votes
+        dp, microbatches = parallel.strategy.dp or 1, parallel.microbatches
         raise ValueError(
             f"loss_fn gives {plain:.6g} on samples of the whole batch at once, but {together:.6g} when it is put "
             f"together from their parts (gradients differ by {slope:.1%} of the largest): it is more than a mean or a "
-            f"sum over samples, and forward_backward cannot know of what: {FIX}"
+            f"sum over samples, and forward_backward cannot know of what: {FIX}\n"
+            "A loss that compares samples with one another (a contrastive one) needs the whole batch in one part: dp=1 "
+            f"and microbatches=1, as under tp alone; here dp={dp} and microbatches={microbatches} cut it into "
+            f"{dp * microbatches} parts"
         )
 
 

@@ -100,6 +100,10 @@ def test_losses_that_cannot_be_put_together(ranks: Any, count: int, strategy: st
     for summed, squared, mixed in ranks(count).run(_bad_losses, strategy):
         assert "on samples of the whole batch at once, but" in summed and "return (sum, count)" in summed
         assert "more than a mean or a sum" in squared
+        cut = {"microbatches=2": "dp=1 and microbatches=2", "dp=2": "dp=2 and microbatches=1"}
+        assert "compares samples with one another (a contrastive one) needs the whole batch in one part" in squared
+        assert "dp=1 and microbatches=1, as under tp alone; here" in squared
+        assert squared.endswith(f"here {cut.get(strategy, cut['microbatches=2'])} cut it into 2 parts")
         assert "means over different counts" in mixed and "return (sum, count)" in mixed
 
 
