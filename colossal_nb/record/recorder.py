@@ -74,11 +74,12 @@ class Recorder:
         return token
 
     def end(self, token: Token) -> None:
-        """Close a slice and write it."""
-        lane, kind, stage, chunk, microbatch, t0, payload_bytes, group, seq, of = self._open.pop(token)
+        """Close a slice and write it, unless it was abandoned."""
+        opened = self._open.pop(token, None)
         self._background.discard(token)
-        if not self.enabled:
+        if not self.enabled or opened is None:
             return
+        lane, kind, stage, chunk, microbatch, t0, payload_bytes, group, seq, of = opened
         names = self._names
         row = _pack_slice(
             self.rank, names[lane], names[kind], stage, chunk, microbatch, t0, perf_counter() + self.shift_s,
@@ -88,6 +89,11 @@ class Recorder:
         if len(slices) >= self.capacity:
             self._make_room(slices)
         slices.append(row)
+
+    def abandon(self) -> None:
+        """Nothing goes on any more of what has begun: a stop or an error has cut it short. It is not written."""
+        self._open.clear()
+        self._background.clear()
 
     def memory(self, where: str, bytes_by_category: Mapping[str, int], basis: str = "hooks") -> None:
         """One instant's bytes on "device", "host" or "nvme"; categories that are not named hold none.

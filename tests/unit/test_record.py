@@ -80,6 +80,16 @@ def test_open_slices_are_known_until_they_end():
     assert read(recorder).slices["kind"].tolist() == ["F", "recv"]
 
 
+def test_what_was_cut_short_is_neither_open_nor_written():
+    recorder = Recorder(rank=0)
+    cut = recorder.begin("optimizer")
+    recorder.abandon()
+    assert recorder.open() == recorder.waits() == []
+    recorder.end(cut)  # by whoever learns of it later
+    recorder.end(recorder.begin("F"))
+    assert read(recorder).slices["kind"].tolist() == ["F"]
+
+
 def test_switched_off_it_writes_nothing_but_knows_what_is_open():
     recorder = Recorder(0)
     recorder.enabled = False
