@@ -182,14 +182,15 @@ class Parallel:
         """Inside, calling the model runs the user's own forward on a part of the batch."""
         before, self.inside = self.inside, True
         try:
-            yield
+            with stepping(self):
+                yield
         finally:
             self.inside = before
 
 
 @contextmanager
 def stepping(parallel: Parallel) -> Iterator[None]:
-    """Inside is a forward_backward of this model, where every rank has its own part of the batch."""
+    """Inside every rank has its own part of this model's batch: other parallel models are called with parts, too."""
     world = World.current()
     before, world.stepping = world.stepping, parallel
     try:

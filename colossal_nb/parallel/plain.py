@@ -90,8 +90,8 @@ def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _on_a_part(parallel: Parallel, stepping: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A teacher, a critic, the model itself, called by the loss of a forward_backward (of the model `stepping`): what
-    it is given is this rank's part of the batch already, so nothing is cut or gathered.
+    """A teacher, a critic, the model itself, called by the loss or the forward of the model `stepping`: what it is
+    given is this rank's part of the batch already, so nothing is cut or gathered.
 
     Raises ValueError where that would need ranks that do not call it.
     """
@@ -100,8 +100,8 @@ def _on_a_part(parallel: Parallel, stepping: Parallel, args: tuple[Any, ...], kw
     alike = stepping.pipeline is None and stepping.mesh == parallel.mesh
     if parallel.pipeline is not None or (along_tp and not alike):
         raise ValueError(
-            f"this {what} works as {text(parallel.strategy)}, and inside a forward_backward (called by loss_fn) not "
-            f"all of its ranks come to this call: {_OTHER_WAYS}"
+            f"this {what} works as {text(parallel.strategy)}, and called by another model's loss or forward not "
+            f"all of its ranks come to it: {_OTHER_WAYS}"
         )
     if parallel is not stepping and Statistics(parallel, kept.owners(parallel.model)).norms:
         World.current().note(_OWN_STATISTICS.format(what=what))

@@ -32,6 +32,7 @@ class Apart:
     first: int
     ranks: tuple[int, ...]
     difference: float
+    is_state: bool = False
 
     def __str__(self) -> str:
         size = f" (by {self.difference:.1e} of its size)" if self.difference else ""
@@ -39,9 +40,9 @@ class Apart:
 
 
 def sentence(found: list[Apart]) -> str:
-    """What differs most, from which others may differ too, and what that comes from."""
+    """Which weight (or, if none, which state) differs most, from which others may differ too; what that comes from."""
     more = f", so do those of {len(found) - 1} more" if len(found) > 1 else ""
-    most = max(found, key=lambda each: each.difference)
+    most = max(found, key=lambda each: (not each.is_state, each.difference))
     return f"{most}{more}: something in the program changes gradients, weights or optimizer states by rank"
 
 
@@ -64,7 +65,8 @@ def differing(parallel: Parallel) -> list[Apart]:
         size = max(float(by_rank[first][key].abs().max()), torch.finfo(torch.float32).tiny)
         difference = max(float((by_rank[rank][key] - by_rank[first][key]).abs().max()) / size for rank in ranks)
         if parallel.device == "cpu" or not difference <= _rounding(parallel, key[0]):
-            found.append(Apart(" of ".join(each for each in reversed(key) if each), first, tuple(ranks), difference))
+            what = " of ".join(each for each in reversed(key) if each)
+            found.append(Apart(what, first, tuple(ranks), difference, is_state=bool(key[1])))
     return found
 
 

@@ -105,14 +105,13 @@ class World:
     """This process as a rank.
 
     Attributes: `rank`, `ranks` (the global ranks that work together), `world_size`, `epoch`, `device`, `recorder`,
-    `ledger` (its device's memory, of `capacity_bytes` if given),
-    `strategy` (the running cell's default, or None), `notes` (lines to tell the user once), `subset` (the ranks of a
-    cell that runs on some alone, or None), `alone` (the thread that may not talk to other ranks, because they wait
-    elsewhere), `stepping` (the parallel model whose forward_backward is under way, or None), `elsewhere` (whether the
-    loss of that one has called another parallel model, which runs), `verify` (whether the next forward_backward is to
-    be compared with the sequential program first), `interrupted` (set before an abort that means KeyboardInterrupt),
-    `lives` (rank -> which process with that number it is, where it is not the first), `parallels` (what the parallel
-    models of this process carry).
+    `ledger` (its device's memory, of `capacity_bytes` if given), `strategy` (the running cell's default, or None),
+    `notes` (lines to tell the user once), `subset` (the ranks of a cell that runs on some alone, or None), `alone`
+    (the thread that may not talk to other ranks, because they wait elsewhere), `stepping` (the parallel model that is
+    at work on parts of a batch, or None), `elsewhere` (whether that one's loss or forward has called another parallel
+    model, which runs), `verify` (whether the next forward_backward is to be compared with the sequential program
+    first), `interrupted` (set before an abort that means KeyboardInterrupt), `lives` (rank -> which process with that
+    number it is, where it is not the first), `parallels` (what the parallel models of this process carry).
     """
 
     _current: ClassVar["World | None"] = None
@@ -258,6 +257,7 @@ class World:
         self._epoch = Epoch(self, epoch, self.store)
         self.interrupted = False
         old.close()
+        self.recorder.abandon()
 
     def tell_positions(self) -> None:
         """After a regroup: leave in the store where this rank stands with each model, for looks that are no collective.

@@ -47,6 +47,35 @@ def test_a_pipeline_cannot_be_asked(ranks: Any) -> None:
     assert "this Sequential works as pp=2" in said[1] and "leave it out of parallelize, or call it before" in said[1]
 
 
+class Asks(nn.Module):
+    """Its forward calls a model that is none of its modules."""
+
+    def __init__(self, other: list[nn.Module]) -> None:
+        super().__init__()
+        self.own, self.other = nn.Linear(4, 6), other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x) + self.other[0](x)
+
+
+def asks(strategy: str) -> torch.Tensor:
+    """`model(x)` and a loop by hand: the output, and the gradients of both models."""
+    torch.manual_seed(0)
+    other = layers(4, 6)
+    model, batch = Asks([other]), torch.linspace(-1, 1, 24).view(6, 4)
+    if strategy:
+        model.other[0] = other = cnb.parallelize(other, strategy=strategy)
+        model = cnb.parallelize(model, strategy=strategy)
+    out = model(batch)
+    out.square().mean().backward()
+    return torch.cat([out.detach().flatten(), model.own.weight.grad.flatten(), other[0].weight.grad.flatten()])
+
+
+def test_a_forward_that_calls_another_parallel_model(ranks: Any) -> None:
+    for found in ranks(2).run(asks, "dp=2"):
+        torch.testing.assert_close(found, asks(""))
+
+
 def test_ranks_that_hold_the_other_model_otherwise(ranks: Any) -> None:
     """A whole one can be asked wherever it is; one that is cut, where all its ranks have the same part."""
     model, other, batch = layers(4, 8, 8, 6), layers(6, 4, 4), torch.linspace(-1, 1, 24).view(6, 4)
