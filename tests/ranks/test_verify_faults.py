@@ -163,7 +163,7 @@ def facts(factor: float) -> Facts:
         ((0.999876543, 0.999876543), "0.999877"),
         ((2.0004, 2.0), "2"),
         ((1.5, 1.5), "1.5"),
-        ((1 / 3, 1 / 3), "0.333"),
+        ((1 / 3, 1 / 3), "0.33"),
     ],
 )
 def test_a_factor_never_reads_as_1(factors: tuple[float, ...], said: str) -> None:

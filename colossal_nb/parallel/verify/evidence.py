@@ -138,9 +138,9 @@ def _one(factors: Sequence[float]) -> float | None:
 
 
 def _digits(factor: float) -> str:
-    """As many as show that it is not 1: 1.02, 0.99987."""
+    """Two where they show that it is not 1, else as many as do: 0.5, 1.02, 0.999877."""
     off = float(f"{factor - 1:.3g}")
-    return f"{factor:.3g}" if abs(off) >= 0.1 else f"{1 + off:.15g}"
+    return f"{float(f'{factor:.2g}') if abs(off) >= 0.1 else 1 + off:.15g}"
 
 
 def _apart(facts: Mapping[int, Facts]) -> list[int]:
