@@ -62,9 +62,9 @@ def compare(session: Session, page: Page, source: str, code: str, strategies: Se
             break
     if done:
         show(page, done, len(strategies))
-        for largest in [each.strategy for each in done if each.strategy.needs == session.engines][:1]:
-            for said in session.growth(before, largest):
-                say(page, said)
+        largest = next((each.strategy for each in done if each.strategy.needs == session.engines), None)
+        for said in session.growth(before, largest) if largest is not None else []:
+            say(page, said)
     if stopped:
         raise KeyboardInterrupt
     return done

@@ -79,7 +79,7 @@ def attach(parallel: Parallel, twin: Twin, failures: Failures) -> None:
         ):
             for number, hook in enumerate(parameter_hooks.of_user(hooks)):
                 key = name, kind, number
-                if key not in failures:
+                if key not in failures:  # torch's functions that register hooks have no types
                     register(_guarded(scope.value(hook), key, failures))  # type: ignore[no-untyped-call]
 
 
