@@ -203,8 +203,6 @@ class Supervisor:
         rank, entry = answer["rank"], self.ranks[answer["rank"]]
         if answer["life"] != entry.life:
             return
-        for kind in (b"side", b"store"):
-            self.rendezvous.leave(_identity(rank, entry.life, kind))
         was_ready = entry.phase == "ready"
         self._tell("death", rank=rank, life=entry.life, pid=answer["pid"], how=answer["how"], phase=entry.phase,
                    log=tail(self.directory / f"rank{rank}.log"))
@@ -248,8 +246,8 @@ class Supervisor:
         self._tell("regrouped", epoch=self.epoch, missing=missing)
 
 
-def _identity(rank: int, life: int, kind: bytes = b"side") -> bytes:
-    return b"%s:%d:%d" % (kind, rank, life)
+def _identity(rank: int, life: int) -> bytes:
+    return b"side:%d:%d" % (rank, life)
 
 
 def _environment() -> dict[str, str]:

@@ -1,8 +1,9 @@
 """When a Stop raises KeyboardInterrupt in a rank: once, in the user's own code, and until it has come through.
 
 A signal may arrive anywhere. It raises only where a frame of the cell is below, and not inside what must not be left
-half-way or would swallow it: a finalizer, the exit of a `with`, our own bookkeeping, IPython's reporting of an error
-that is under way. Elsewhere it stays due, and the side thread knocks again (`settle`) until it has landed.
+half-way or would swallow it: a finalizer, the exit of a `with`, our own bookkeeping, a question to the supervisor,
+IPython's reporting of an error that is under way. Elsewhere it stays due, and the side thread knocks again (`settle`)
+until it has landed; where it met our own code, a trace function waits at the next line of the code that called it.
 
 What has landed may still be lost, in a callback of a weak reference (which Python only prints: `sys.unraisablehook`
 tells us) or in a library's bare `except`. Then it is due again, at the next line of the code *below* the one that lost
@@ -40,7 +41,8 @@ _KNOCK_S = 0.02
 _COMES_S = 2.0                # after which this rank's press has come where another's has landed on all
 _EXITS = frozenset({"__del__", "__exit__", "__aexit__"})
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_BOOKKEEPING = (_OURS + os.path.join("parallel", "ledger.py"), _OURS + os.path.join("record", ""))
+_BOOKKEEPING = tuple(_OURS + os.path.join(*place) for place in (
+    ("parallel", "ledger.py"), ("record", ""), ("engine", "asking.py")))
 _SHELL = frozenset(getattr(InteractiveShell, name).__code__ for name in (
     "run_cell", "_run_cell", "run_cell_async", "run_ast_nodes", "run_code"))
 _LOOP = PrivateLoop.__call__.__code__
@@ -125,7 +127,7 @@ class Interrupts:
                if isinstance(error, KeyboardInterrupt) and not _among(error, self._before)]
         if met:                                        # a collective that was freed has raised it already
             self._due, self._raised, self._raised_at = False, met[0], now
-        elif (below := _below(frame, self._loser)) is not None and not self._traced:
+        elif (below := _below(frame, self._loser) or _caller_of_ours(frame)) is not None and not self._traced:
             self._wait_in(below)
         elif ((late := now - self._pressed_at > _PATIENCE_S) or not self._traced) and self._may_land(frame, late):
             raise self._landing()
@@ -279,6 +281,16 @@ def _below(frame: FrameType | None, code: CodeType | None) -> FrameType | None:
     found = None
     while code is not None and frame is not None:
         if frame.f_code is code:
+            found = frame.f_back
+        frame = frame.f_back
+    return found
+
+
+def _caller_of_ours(frame: FrameType | None) -> FrameType | None:
+    """The frame that called what must not be left half-way; None where none of it runs."""
+    found = None
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_BOOKKEEPING):
             found = frame.f_back
         frame = frame.f_back
     return found

@@ -1,7 +1,6 @@
 """The ranks' end of the rendezvous: a torch Store over the authenticated channel to the supervisor."""
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,68 +9,66 @@ from typing import Any
 import torch.distributed as dist
 import zmq
 
-from colossal_nb.cluster.wire import Address, Frame, connect, pack, unpack
+from colossal_nb.cluster.wire import Address, Frame
+from colossal_nb.engine.asking import Asking
 
-_SLICE_MS = 50        # how soon a blocked wait notices that it was released
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.01
 
 
 class Store(dist.Store):                                             # type: ignore[misc, name-defined]
     """get, set, wait, add, check, compare_set as gloo and `torch.distributed` need them.
 
-    A wait runs in Python, so an interrupt lands in it; `release(reason)` from any thread makes it raise RuntimeError.
+    A wait asks again and again, so that an interrupt lands in it and no thread keeps another from asking;
+    `release(reason)` from any thread makes it raise RuntimeError. So does a key of groups that have been closed.
     """
 
     def __init__(self, context: zmq.Context[Any], address: Address, identity: str,
                  timeout: timedelta = timedelta(seconds=300)) -> None:
         super().__init__()
-        self._socket = connect(context, address, identity)
-        self._lock = threading.RLock()
-        self._sequence = 0
+        self._asking = Asking(context, address, identity)
         self._limit = timeout
-        self._released = ""
         self.waiting = ""
         """The keys somebody waits for now, "" when nobody does: read by the side thread."""
 
     def release(self, reason: str) -> None:
         """Every wait, now and until `renew`, raises RuntimeError(reason)."""
-        self._released = reason
+        self._asking.released = reason
 
     def renew(self) -> None:
         """Waits work again (after a regroup)."""
-        self._released = ""
+        self._asking.released = ""
 
-    def _ask(self, op: str, keys: Sequence[str], blobs: Sequence[bytes] = (), limit: timedelta | None = None,
-             **fields: Any) -> Frame:
-        with self._lock:
-            self._sequence += 1
-            sequence = self._sequence
-            body = {"sequence": sequence, "op": op, "keys": list(keys), **fields}
-            self._socket.send_multipart(pack("store", body, blobs))
-            end = time.monotonic() + (limit or self._limit).total_seconds()
-            self.waiting = ", ".join(keys) if op in ("get", "wait") else ""
-            try:
-                while True:
-                    if self._socket.poll(_SLICE_MS):
-                        frame = unpack(self._socket.recv_multipart())
-                        if frame.body["sequence"] == sequence:
-                            return frame
-                        continue
-                    if self._released:
-                        raise RuntimeError(self._released)
-                    if time.monotonic() > end:
-                        raise dist.DistStoreError(f"waited {(limit or self._limit).total_seconds():.0f} s for the "
-                                                  f"rendezvous key {', '.join(keys)}: another rank has not come")
-            finally:
-                self.waiting = ""
+    def _ask(self, op: str, keys: Sequence[str], blobs: Sequence[bytes] = (), **fields: Any) -> Frame:
+        answer = self._asking.ask(op, keys, blobs, **fields)
+        if answer.body["over"]:
+            raise RuntimeError(f"the groups that met under {', '.join(keys)} are closed")
+        return answer
+
+    def _until(self, op: str, keys: list[str], limit: timedelta) -> Frame:
+        """The answer, once all keys are there. Raises DistStoreError after the limit."""
+        end, pause_s = time.monotonic() + limit.total_seconds(), _FIRST_PAUSE_S
+        try:
+            while not (answer := self._ask(op, keys)).body["result"]:
+                self.waiting = ", ".join(keys)
+                if self._asking.released:
+                    raise RuntimeError(self._asking.released)
+                if time.monotonic() > end:
+                    raise dist.DistStoreError(f"waited {limit.total_seconds():.0f} s for the rendezvous key "
+                                              f"{', '.join(keys)}: another rank has not come")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            self.waiting = ""
+        return answer
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", [key], [_bytes(value)])
 
     def get(self, key: str) -> bytes:
-        return self._ask("get", [key]).blobs[0]
+        return self._until("get", [key], self._limit).blobs[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._ask("wait", keys, limit=timeout)
+        self._until("check", keys, timeout or self._limit)
 
     def add(self, key: str, value: int) -> int:
         return int(self._ask("add", [key], amount=value).body["result"])
@@ -92,7 +89,7 @@ class Store(dist.Store):                                             # type: ign
         return int(self._ask("count", []).body["result"])
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return list(self._ask("get", keys).blobs)
+        return list(self._until("get", keys, self._limit).blobs)
 
     def multi_set(self, keys: list[str], values: list[str | bytes]) -> None:
         self._ask("set", keys, [_bytes(value) for value in values])

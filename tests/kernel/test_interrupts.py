@@ -101,3 +101,15 @@ def test_cells_that_are_stopped_one_right_after_the_other(session: Session) -> N
     for _ in range(6):
         run, _took_s = stopped(session, "while True: pass", after_s=0.05)
         assert {rank: error.ename for rank, error in run.errors.items()} == dict.fromkeys(ALL, "KeyboardInterrupt")
+
+
+def test_a_question_to_the_supervisor_is_never_left_half_asked(session: Session) -> None:
+    """A message half sent would spoil the next one, whose answer would never come."""
+    source = "from colossal_nb.parallel.world import World\nstore = World.current().store\n"
+    for turn in range(4):
+        run, took_s = stopped(session, f"{source}while True: store.check(['k'])", after_s=0.3 + turn / 100)
+        assert {rank: error.ename for rank, error in run.errors.items()} == dict.fromkeys(ALL, "KeyboardInterrupt")
+        assert took_s < LIMIT_S
+        asked = f"{source}store.set(f'{{rank}}', 'v')\nprint(store.get(f'{{rank}}'))"
+        run = session.run(asked, timeout_s=LIMIT_S).wait()
+        assert printed(run) == ["b'v'"] * 4, run.errors

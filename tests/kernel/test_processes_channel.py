@@ -5,18 +5,24 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from torch.distributed import DistStoreError
 
 from colossal_nb.cluster import host, parcel
 from colossal_nb.cluster.door import Protocol
 from colossal_nb.cluster.rendezvous import Rendezvous
 from colossal_nb.cluster.wire import VERSION, Address, Frame, Listener, connect, pack, unpack
+from colossal_nb.engine.store import Store
 
 
 def served(listener: Listener, limit_ms: int = 1000) -> list[Frame]:
@@ -102,55 +108,111 @@ def test_engine_messages_are_signed() -> None:
 
 
 def test_the_rendezvous() -> None:
-    answers: list[tuple[bytes, Any, list[bytes]]] = []
-    store = Rendezvous(lambda identity, body, blobs: answers.append((identity, body["result"], blobs)))
+    answers: list[tuple[Any, list[bytes]]] = []
+    store = Rendezvous(lambda identity, body, blobs: answers.append((body["result"], blobs)))
 
-    def ask(who: bytes, op: str, *keys: str, blobs: tuple[bytes, ...] = (), **fields: Any) -> None:
-        store.handle(who, Frame("store", {"sequence": 1, "op": op, "keys": list(keys), **fields}, blobs))
+    def ask(op: str, *keys: str, blobs: tuple[bytes, ...] = (), **fields: Any) -> None:
+        store.handle(b"a", Frame("store", {"sequence": 1, "op": op, "keys": list(keys), **fields}, blobs))
 
-    ask(b"a", "get", "k")
-    ask(b"b", "wait", "k", "l")
-    assert answers == []
-    ask(b"c", "set", "k", blobs=(b"1",))
-    assert answers == [(b"c", None, []), (b"a", None, [b"1"])]
+    ask("get", "k")
+    ask("set", "k", blobs=(b"1",))
+    ask("get", "k")
+    ask("get", "k", "l")
+    ask("add", "l", amount=2)
+    ask("add", "l", amount=3)
+    ask("get", "k", "l")
+    assert answers == [(False, []), (None, []), (True, [b"1"]), (False, []), (2, []), (5, []), (True, [b"1", b"5"])]
     answers.clear()
-    ask(b"c", "add", "l", amount=2)
-    ask(b"c", "add", "l", amount=3)
-    assert answers == [(b"c", 2, []), (b"b", None, []), (b"c", 5, [])]
-    answers.clear()
-    ask(b"a", "compare_set", "m", blobs=(b"", b"first"))
-    ask(b"b", "compare_set", "m", blobs=(b"", b"second"))
-    ask(b"b", "compare_set", "m", blobs=(b"first", b"third"))
-    ask(b"a", "check", "m", "n")
-    ask(b"a", "append", "m", blobs=(b"!",))
-    ask(b"a", "get", "m")
-    ask(b"a", "delete", "m")
-    ask(b"a", "count")
-    assert [(result, blobs) for _who, result, blobs in answers] == [
-        (None, [b"first"]), (None, [b"first"]), (None, [b"third"]), (False, []), (None, []), (None, [b"third!"]),
-        (True, []), (2, [])]
+    ask("compare_set", "m", blobs=(b"", b"first"))
+    ask("compare_set", "m", blobs=(b"", b"second"))
+    ask("compare_set", "m", blobs=(b"first", b"third"))
+    ask("check", "m", "n")
+    ask("append", "m", blobs=(b"!",))
+    ask("get", "m")
+    ask("delete", "m")
+    ask("count")
+    assert answers == [(None, [b"first"]), (None, [b"first"]), (None, [b"third"]), (False, []), (None, []),
+                       (True, [b"third!"]), (True, []), (2, [])]
 
 
-def test_one_who_asks_again_has_given_up_its_wait_and_old_epochs_are_dropped() -> None:
-    answers: list[bytes] = []
-    store = Rendezvous(lambda identity, body, blobs: answers.append(identity))
+def test_keys_of_an_earlier_epoch_are_dropped_and_whoever_asks_is_told_so() -> None:
+    answers: list[tuple[bool, list[bytes]]] = []
+    store = Rendezvous(lambda identity, body, blobs: answers.append((body["over"], blobs)))
 
-    def ask(who: bytes, op: str, key: str, *blobs: bytes) -> None:
-        store.handle(who, Frame("store", {"sequence": 1, "op": op, "keys": [key]}, blobs))
+    def ask(op: str, key: str, *blobs: bytes) -> None:
+        store.handle(b"a", Frame("store", {"sequence": 1, "op": op, "keys": [key]}, blobs))
 
-    ask(b"a", "wait", "later")
-    ask(b"a", "check", "later")
-    ask(b"gone", "wait", "later")
-    store.leave(b"gone")
-    ask(b"b", "set", "later", b"")
-    assert answers == [b"a", b"b"]
     for key in ("epoch1/x", "epoch2/x", "epochal/x"):
-        ask(b"b", "set", key, b"v")
+        ask("set", key, b"v")
     store.keep_epoch(2)
     answers.clear()
-    for key in ("epoch1/x", "epoch2/x", "epochal/x"):
-        ask(key.encode(), "get", key)
-    assert answers == [b"epoch2/x", b"epochal/x"]
+    for op in ("check", "get", "set"):
+        ask(op, "epoch1/x", b"v")
+    ask("get", "epoch2/x")
+    ask("get", "epochal/x")
+    assert answers == [(True, [])] * 3 + [(False, [b"v"])] * 2
+
+
+@pytest.fixture
+def store(listener: Listener, context: zmq.Context[Any]) -> Iterator[tuple[Store, Rendezvous]]:
+    """A rank's end of the rendezvous, and the supervisor's end, served by a thread."""
+    rendezvous = Rendezvous(lambda identity, body, blobs: listener.send(identity, "store", body, blobs))
+    poller, over = zmq.Poller(), threading.Event()
+    poller.register(listener.socket, zmq.POLLIN)
+    poller.register(listener.zap, zmq.POLLIN)
+
+    def serve() -> None:
+        while not over.is_set():
+            ready = dict(poller.poll(20))
+            if listener.zap in ready:
+                listener.admit()
+            if listener.socket in ready and (received := listener.receive()) is not None:
+                rendezvous.handle(*received)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield Store(context, listener.address, "store:0:1"), rendezvous
+    over.set()
+    thread.join()
+
+
+@contextmanager
+def in_a_thread(call: Callable[[], Any]) -> Iterator[list[Any]]:
+    """What it returns or raises, in a list, when the block has ended and it too."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except RuntimeError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    yield found
+    thread.join(20)
+
+
+def test_who_waits_for_a_key_keeps_nobody_from_asking(store: tuple[Store, Rendezvous]) -> None:
+    ours, _ = store
+    with in_a_thread(lambda: ours.get("epoch1/late")) as found:
+        assert (ours.add("n", 2), ours.check(["epoch1/late"]), ours.waiting) == (2, False, "epoch1/late")
+        ours.set("epoch1/late", "come")
+    assert (found, ours.waiting) == ([b"come"], "")
+
+
+def test_a_wait_ends_with_the_groups_that_it_was_for_or_when_it_is_released(store: tuple[Store, Rendezvous]) -> None:
+    ours, rendezvous = store
+    with in_a_thread(lambda: ours.get("epoch1/never")) as found:
+        rendezvous.keep_epoch(2)
+    assert found == ["the groups that met under epoch1/never are closed"]
+    with in_a_thread(lambda: ours.wait(["epoch2/never"])) as found:
+        ours.release("interrupted")
+    assert found == ["interrupted"]
+    ours.renew()
+    with pytest.raises(DistStoreError, match=r"waited 0 s for the rendezvous key epoch2/never"):
+        ours.wait(["epoch2/never"], timedelta(seconds=0.1))
 
 
 def test_a_parcel_keeps_values_and_is_for_its_owner_alone(tmp_path: Path) -> None:

@@ -263,3 +263,13 @@ def test_hang_interrupt_sum_again_and_again(session: Session) -> None:
         run, _took_s = stopped(session, f"if rank != {turn % 4}: {REDUCE}\ntime.sleep(100)", after_s=0.3)
         assert run.status == "interrupted"
         assert [session.run(CHECK).wait().text(rank) for rank in ALL] == [f"4.0 {100 + rank}\n" for rank in ALL]
+
+
+def test_stop_while_groups_are_made_leaves_nobody_waiting_for_the_groups_before(session: Session) -> None:
+    """The connections of the user's group are made in the background, by a thread that outlives the cell."""
+    for turn in range(12):
+        source = "if rank: torch.distributed.barrier()\ntime.sleep(100)"
+        run, _took_s = stopped(session, source, after_s=0.05 + turn / 40)
+        assert run.status == "interrupted"
+        run = session.run(CHECK, timeout_s=LIMIT_S).wait()
+        assert [run.text(rank) for rank in ALL] == [f"4.0 {100 + rank}\n" for rank in ALL], run.errors

@@ -12,9 +12,10 @@ from typing import Any
 
 from colossal_nb.parallel import compat
 
-# How long the first attempt to connect may take once all members have come; each further one gets twice as long.
-LIMIT_S = 20.0
-ATTEMPTS = 3
+# How long the first attempt to connect may take once all members have come; each further one gets twice as long. All of
+# them are over before a wait in which all ranks are is taken for lost (60 s), which says less.
+LIMIT_S = 15.0
+ATTEMPTS = 2
 _GLANCE_S = 0.02
 _VERDICT, _MADE, _AGAIN = "verdict", "made", "again"
 
