@@ -11,9 +11,8 @@ STAMP := $(VENV)/.installed
 DEMO := build/demo
 LESSON := 01-a-cluster-in-a-cell
 LAB_OPTIONS ?=
-# What needs least comes first. Two files at a time where no test disturbs another; clusters have the machine alone.
+# What needs least comes first; two files at a time, of which no test disturbs another.
 TIERS := $(addprefix tests/,unit test_tiny.py ranks kernel packaging tutorials)
-ABREAST := $(filter tests/unit tests/test_tiny.py tests/ranks,$(TIERS))
 
 .PHONY: demo test lab bench check setup clean
 .DEFAULT_GOAL := demo
@@ -33,8 +32,7 @@ demo: $(STAMP)
 	$(BIN)/python tools/run_tutorial.py tutorials/$(LESSON).md --out $(DEMO)
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ABREAST); failed=$$?; \
-	$(BIN)/python -m pytest $(filter-out $(ABREAST),$(TIERS)) && exit $$failed
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(TIERS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
