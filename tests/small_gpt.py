@@ -46,9 +46,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return losses
 
 
-def sequential(make: Callable[[], nn.Module], inputs: Any, targets: Any) -> tuple[float, list[Any]]:
+def sequential(
+    make: Callable[[], nn.Module], inputs: Any, targets: Any, loss: Callable[..., Tensor] = loss_fn
+) -> tuple[float, list[Any]]:
     model = make()
-    value = loss_fn(model(inputs), targets)
+    value = loss(model(inputs), targets)
     value.backward()
     return value.item(), [p.grad for p in model.parameters()]
 

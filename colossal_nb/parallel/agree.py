@@ -17,8 +17,9 @@ from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.world import World
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# sum, count, mixed counts, their spread, dtype, samples, spread of the counts, inexact parts, stops, guessed parts
-_FIXED = 10
+# sum, count, mixed counts, their spread, dtype, samples, spread of the counts, inexact parts, stops, guessed parts,
+# parts that are made otherwise than any that was compared
+_FIXED = 11
 FIRST_CALLS = 3  # after parallelize, whose batches are compared whole and before anything is computed
 SAMPLED = 1 << 14  # elements of each tensor that are compared in later calls
 
@@ -28,7 +29,7 @@ class Totals:
     """The same on every rank. `active`: whether a parameter had a gradient on any rank; `sums`: of `more` over ranks.
 
     `uneven`: samples of different parts do not count alike, in a loss that is more than one mean or one sum.
-    `guessed`: nothing says of what the loss is a mean.
+    `guessed`: nothing says of what the loss is a mean. `new`: loss_fn does what it did in no step that was compared.
     """
 
     loss: float
@@ -37,6 +38,7 @@ class Totals:
     active: dict[str, bool]
     uneven: bool
     guessed: bool
+    new: bool
     sums: list[float]
 
     def tensor(self, device: str) -> torch.Tensor:
@@ -65,7 +67,7 @@ def totals(parallel: Parallel, parts: list[Part], data: int, more: list[float]) 
         if odd:
             trouble.require_level(parallel)
         _refuse_odd(odd)
-    total, count, mixed, spread, code, samples, counts_spread, inexact, stops, guessed = row[:_FIXED].tolist()
+    total, count, mixed, spread, code, samples, counts_spread, inexact, stops, guessed, new = row[:_FIXED].tolist()
     _stop(parallel, stops)
     if _not_proportional(spread, count, mixed):
         raise ValueError(
@@ -76,7 +78,7 @@ def totals(parallel: Parallel, parts: list[Part], data: int, more: list[float]) 
     sums = row[_FIXED + flags :][: len(more)].tolist()
     loss = total / count if count else math.nan
     uneven = inexact > 0 and _not_proportional(counts_spread, samples, count)
-    return Totals(loss, count, _DTYPES[int(code)], active, uneven, guessed > 0, sums)
+    return Totals(loss, count, _DTYPES[int(code)], active, uneven, guessed > 0, new > 0, sums)
 
 
 def _stop(parallel: Parallel, stops: float) -> None:
@@ -106,6 +108,7 @@ def _row(parallel: Parallel, parts: list[Part]) -> torch.Tensor:
         fixed[6] = sum(part.count**2 / part.samples for part in parts)
         fixed[7] = sum(not part.exact for part in parts)
         fixed[9] = sum(part.guessed for part in parts)
+        fixed[10] = sum(part.called not in parallel.loss_forms for part in parts)
         if place["dp"] == 0:
             fixed[4] = _DTYPES.index(parts[0].dtype)
     fixed[8] = float(World.current().stopping.asked)

@@ -32,11 +32,12 @@ class Mean:
 @dataclass(frozen=True)
 class Seen:
     """What was computed on the way to a loss: means, sums that became no mean, and `made` of means: what they, their
-    negatives, multiples and sums are, with numbers that no tensor's values have gone into."""
+    negatives, multiples and sums are, with numbers that no tensor's values have gone into; and what was `called`."""
 
     means: tuple[Mean, ...] = ()
     sums: tuple[Tensor, ...] = ()
     made: tuple[Tensor, ...] = ()
+    called: frozenset[Callable[..., Any]] = frozenset()
 
 
 class CountingMeans(TorchFunctionMode):
@@ -51,21 +52,25 @@ class CountingMeans(TorchFunctionMode):
         self._means: list[Mean] = []
         self._sums: list[Tensor] = []
         self._made: list[Tensor] = []
+        self._called: set[Callable[..., Any]] = set()
         self._read = False  # values have become plain numbers, and may be in any number from now on
         self._floored: list[tuple[Tensor, Tensor]] = []  # sums kept above zero for a division, and what they were
 
     def taken(self) -> Seen:
         """What was seen since the last call."""
-        seen = Seen(tuple(self._means), tuple(self._sums), tuple(self._made))
+        seen = Seen(tuple(self._means), tuple(self._sums), tuple(self._made), frozenset(self._called))
         self._means, self._sums, self._made, self._floored, self._read = [], [], [], [], False
+        self._called = set()
         return seen
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._by_hand and func not in VALUELESS and not World.current().elsewhere:
-            _refuse_parts(args)
+        if self._by_hand and func not in VALUELESS:
+            self._called.add(func)
+            if not World.current().elsewhere:
+                _refuse_parts(args)
         if func in _RULES:
             return self._loss(func, args, kwargs)
         if self._by_hand and func in _MEANS:

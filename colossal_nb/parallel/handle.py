@@ -61,6 +61,7 @@ class Parallel:
     half_moved: bool = False
     accumulating: bool = False
     compared: set[Any] = field(default_factory=set)
+    loss_forms: set[frozenset[Any]] = field(default_factory=set)
     explored: set[Any] = field(default_factory=set)
     outside: list[Tensor] = field(default_factory=list)
     hooked: set[int] = field(default_factory=set)
@@ -170,6 +171,7 @@ class Parallel:
         twin.pipeline = copy.deepcopy(self.pipeline, memo)
         twin.dropout = copy.deepcopy(self.dropout, memo)
         twin.compared, twin.lives = set(self.compared), dict(self.lives)
+        twin.loss_forms = set(self.loss_forms)
         for name, p in self.parameters.items():
             set_layout(twin.parameters[name], layout_of(p))
             if not holds(p, self.rank):

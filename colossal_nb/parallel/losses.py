@@ -26,7 +26,7 @@ class Part:
 
     `mixed` is the sum of all counts that means inside loss_fn divided by. `exact`: the loss is one mean or one sum and
     nothing else, so parts add up whatever the counts are. `guessed`: it is not known to be made of means, and counts
-    its samples: other data may show that it is something else.
+    its samples: other data may show that it is something else. `called`: what loss_fn is made of.
     """
 
     value: Tensor
@@ -36,6 +36,7 @@ class Part:
     samples: int
     exact: bool = False
     guessed: bool = False
+    called: frozenset[Any] = frozenset()
 
     @property
     def sum(self) -> float:
@@ -64,15 +65,15 @@ def part(value: Any, seen: Seen, samples: int, batch: int) -> Part:
     """
     if isinstance(value, tuple | list) and len(value) == 2:
         total, count = _scalar(value[0]), _count(value[1])
-        return Part(total, 1.0, count, count, samples)
+        return Part(total, 1.0, count, count, samples, called=seen.called)
     scalar = _scalar(value)
     if not seen.means and any(value is total for total in seen.sums):
         share = samples / batch
-        return Part(scalar, 1.0, share, share, samples, exact=True)
+        return Part(scalar, 1.0, share, share, samples, exact=True, called=seen.called)
     counts = [mean.count for mean in seen.means] or [float(samples)]
     exact = len(seen.means) == 1 and value is seen.means[0].value and seen.means[0].sure
     guessed = not any(value is each for each in seen.made)
-    return Part(scalar, counts[0], counts[0], sum(counts), samples, exact, guessed)
+    return Part(scalar, counts[0], counts[0], sum(counts), samples, exact, guessed, seen.called)
 
 
 def check(loss_fn: Any, targets: Any) -> None:

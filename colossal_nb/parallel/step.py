@@ -152,7 +152,7 @@ class _Step:
             with untouched(self.parallel.model):
                 done, totals = self._passes("some", None)
         outputs.compare(self.parallel, self.loss_fn, done.kept, self.batch.targets, self.batch.samples)
-        _note_compared(self.parallel, self.loss_fn, totals)
+        _note_compared(self.parallel, self.loss_fn, done, totals)
         return done, totals
 
     def _passes(self, keep: str, statistics: Statistics | None) -> tuple[Done, agree.Totals]:
@@ -164,11 +164,12 @@ class _Step:
 
     def _compares(self, totals: agree.Totals | None = None) -> bool:
         """Whether it is to be proved that the parts' losses make the whole: once for each loss_fn, once more when its
-        parts first count unequally, always where their counts are a guess; where there are parts for every replica."""
+        parts first count unequally or it first calls other functions, always where their counts are a guess; where
+        there are parts for every replica."""
         parts = self.parallel.replicas * self.parallel.microbatches
         if self.loss_fn is None or parts == 1 or self.batch.samples < self.parallel.replicas:
             return False
-        if totals is not None and totals.guessed:
+        if totals is not None and (totals.guessed or totals.new):
             return True
         return (outputs.kind(self.loss_fn), totals is not None and totals.uneven) not in self.parallel.compared
 
@@ -199,7 +200,8 @@ def _unit(parallel: Parallel, loss_fn: LossFn | None, batch: _Batch) -> float:
     return 2.0 ** math.ceil(math.log2(max([1, *(leaf.numel() for leaf in targets)])))
 
 
-def _note_compared(parallel: Parallel, loss_fn: LossFn, totals: agree.Totals) -> None:
+def _note_compared(parallel: Parallel, loss_fn: LossFn, done: Done, totals: agree.Totals) -> None:
+    parallel.loss_forms |= {part.called for part in done.parts}
     kinds = {(outputs.kind(loss_fn), uneven) for uneven in (False, totals.uneven)}
     if totals.guessed:
         parallel.compared -= kinds

@@ -269,6 +269,36 @@ def test_a_loss_whose_counts_show_later_is_counted_or_refused(ranks: Any, strate
     ranks(2).run(_even_then_uneven, strategy)
 
 
+def _later_otherwise(strategy: str) -> None:
+    """One function that does something else from some step on, as with the hardest samples after a warm-up."""
+    inputs, targets = batch(6)
+    model = cnb.parallelize(gpt(), strategy=strategy)
+    epoch = 0
+
+    def changing(logits: Tensor, targets: Tensor) -> Tensor:
+        each = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        if epoch == 0:
+            return each.mean()
+        return each.square().mean() if epoch == 1 else each.flatten().topk(4).values.mean()
+
+    with patch.object(outputs, "compare", wraps=outputs.compare) as compared:
+        for epoch, times in ((0, 1), (0, 1), (1, 2), (1, 2), (0, 2)):
+            model.zero_grad()
+            loss, gradients = sequential(gpt, inputs, targets, changing)
+            close(cnb.forward_backward(model, changing, inputs, targets).item(), loss)
+            same_gradients(model, gradients)
+            assert compared.call_count == times
+        epoch = 2
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"return \(sum, count\) from loss_fn"):
+                cnb.forward_backward(model, changing, inputs, targets)
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "pp=2"])
+def test_a_loss_that_becomes_another_is_compared_again(ranks: Any, strategy: str) -> None:
+    ranks(2).run(_later_otherwise, strategy)
+
+
 def _with_output(strategy: str) -> None:
     """The loss inside the returned output is that of the whole batch too."""
     inputs, targets = batch(5)
