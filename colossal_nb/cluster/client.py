@@ -32,7 +32,7 @@ class RankFailed(RuntimeError):
     """A rank could not do what was asked of it between cells, or did not start."""
 
 
-_CHATTER = re.compile(r"\b(INFO|DEBUG|WARNING)\b|^\d{4}-\d\d-\d\d (?!.*\b(ERROR|CRITICAL)\b)")
+_CHATTER = re.compile(r"\b(INFO|DEBUG|WARNING)\b|queue::unknown engine|^\d{4}-\d\d-\d\d (?!.*\b(ERROR|CRITICAL)\b)")
 
 
 def _fault(process: str, code: int, log: str) -> str:

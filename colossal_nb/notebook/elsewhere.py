@@ -18,7 +18,7 @@ class Elsewhere:
         self._notebook = notebook
 
     def __call__(self, result: Any) -> None:
-        error = result.error_in_exec
+        error = getattr(result, "error_in_exec", None)  # there is no result where a press ended the cell at its start
         if type(error) is not NameError or not error.name:
             return
         with suppress(RankFailed, ClusterLost, TimeoutError):  # the error stands without the hint

@@ -21,7 +21,7 @@ from colossal_nb.notebook.page import KernelPage, Page, say
 from colossal_nb.notebook.running import follow
 from colossal_nb.plan.strategy import Strategy
 from colossal_nb.run import Run
-from colossal_nb.session.session import DEFAULT_ENGINES, Session
+from colossal_nb.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -150,14 +150,14 @@ class Notebook:
 
     def _remember(self, run: Run, source: str, strategy: Strategy | None) -> None:
         self.cells.append(PastCell(self.number, source, strategy, len(run.ranks), run.status == "ok"))
-        if any(error.ename == "RankDied" for error in run.errors.values()):
+        if any(error.ename in ("RankDied", "ClusterLost") for error in run.errors.values()):
             self.forget()
         elif run.status == "ok" and len(run.ranks) == run.world_size:
             self.known.update(names.binds(self.shell.transform_cell(source)))
 
     def _check_shown(self, arguments: CellArguments) -> None:
         """Refuse to show only ranks that will not run the cell: nothing would be seen of it."""
-        strategy, engines = arguments.strategy, self.session.engines or DEFAULT_ENGINES
+        strategy, engines = arguments.strategy, self.session.usual_engines
         if strategy is not None:
             engines = strategy.uses(max(self.session.engines, strategy.needs))
         ranks = arguments.ranks or range(engines)

@@ -18,9 +18,8 @@ from colossal_nb.session.explaining import explain, unexplained, where
 from colossal_nb.session.looking import LOOK_S, Doing, look, named
 from colossal_nb.session.loop import CellLoop
 from colossal_nb.session.presses import Presses
-from colossal_nb.session.upkeep import Upkeep
+from colossal_nb.session.upkeep import DEFAULT_ENGINES, Upkeep
 
-DEFAULT_ENGINES = 4
 _ASIDE_LIMIT_S, _ASIDE_LOOK_S = 2.0, 0.5
 
 
@@ -59,6 +58,11 @@ class Session:
     def engines(self) -> int:
         """How many ranks there are, 0 before the start."""
         return self._upkeep.engines
+
+    @property
+    def usual_engines(self) -> int:
+        """How many ranks a cell without a strategy runs on: those there are, as many as a lost cluster had, or 4."""
+        return self._upkeep.usual_engines
 
     def start(self, engines: int | None = None) -> Status:
         """Have at least this many ranks (None: 4 if there are none). Never takes ranks away.
@@ -129,7 +133,7 @@ class Session:
                 raise ValueError("--ranks is for cells without a strategy: a strategy says itself who works")
         self._settle()
         before = self.engines
-        notes = self._upkeep.grow(wanted.needs if wanted is not None else (self.engines or DEFAULT_ENGINES))
+        notes = self._upkeep.grow(wanted.needs if wanted is not None else self._upkeep.usual_engines)
         notes += self.growth(before, wanted) if wanted is not None else []
         wishes = {"record": record, "verify": verify}
         return self._made(source, wanted, self._chosen(wanted, ranks), timeout_s, wishes, notes)
@@ -259,7 +263,7 @@ class Session:
         """Give every rank these names, by value. Functions of cells find the ranks' names there; what they read and
         some rank lacks goes along, bound where it lacks. Returns sentences on that. Raises what pickling raises."""
         self._settle()
-        self._upkeep.grow(self.engines or DEFAULT_ENGINES)
+        self._upkeep.grow(self._upkeep.usual_engines)
         path = self._upkeep.path("push")
         try:
             push = pushing.gather(values, self._lacking)

@@ -16,6 +16,7 @@ from colossal_nb.session.looking import busy, listed, named, stuck_text
 from colossal_nb.session.loop import CellLoop, Counts
 from colossal_nb.session.presses import held_back
 
+DEFAULT_ENGINES = 4
 _GRACE_S = 1.0
 _END_LIMIT_S = 60.0          # a kill is sure, but the fork server may be in the middle of a long import
 
@@ -27,6 +28,7 @@ class Upkeep:
         self._client: Client | None = None
         self._warming: threading.Thread | None = None
         self._trouble: BaseException | None = None
+        self._lost_engines = 0                         # how many the last cluster had, if it was lost
         self._files = itertools.count(1)
         self._reset()
 
@@ -83,6 +85,11 @@ class Upkeep:
     def engines(self) -> int:
         client = self.present
         return len(client.members) if client is not None else 0
+
+    @property
+    def usual_engines(self) -> int:
+        """How many engines a cell without a strategy wants: as there are, else as a cluster had that was lost."""
+        return self.engines or self._lost_engines or DEFAULT_ENGINES
 
     def path(self, what: str) -> Path:
         """A fresh file name in the cluster's private folder."""
@@ -190,6 +197,7 @@ class Upkeep:
         self._join()
         with held_back():
             client, self._client = self._client, None
+            self._lost_engines = len(client.members) if client is not None and client.lost else 0
             self._reset()
             if client is not None:
                 client.close()

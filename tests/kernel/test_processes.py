@@ -244,7 +244,7 @@ def test_the_loss_of_a_process_that_all_need_is_named_and_the_next_cell_starts_a
     assert victim != "controller" or any("the controller ended (killed by SIGKILL)" in text for text in said)
     assert eventually(lambda: not alive(pids)), alive(pids)
     assert eventually(lambda: not directory.exists())
-    assert printed(session.run("print(rank)", "dp=2").wait()) == ["0", "1"]
+    assert printed(session.run("print(rank)").wait()) == ["0", "1"]      # as many as there were
 
 
 def test_stop_while_the_cluster_ends_leaves_nothing_of_it() -> None:

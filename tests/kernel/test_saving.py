@@ -24,8 +24,8 @@ go, pause = threading.Event(), Saving._pause
 """
 
 
-def ok(session: Session, source: str, strategy: str | None = None) -> Run:
-    run = session.run(source, strategy).wait()
+def ok(session: Session, source: str, strategy: str | None = None, ranks: tuple[int, ...] | None = None) -> Run:
+    run = session.run(source, strategy, ranks=ranks).wait()
     assert run.status == "ok", {rank: (error.ename, error.evalue) for rank, error in run.errors.items()}
     return run
 
@@ -72,3 +72,22 @@ def test_a_save_in_the_background(tmp_path: Path) -> None:
     assert eventually(lambda: not any(each.is_running() for each in started)), started
     assert time.monotonic() - begin < 10
     assert load(path) == {"step": 3}
+
+
+def test_who_waits_for_a_save_is_freed_when_a_rank_is_lost(tmp_path: Path) -> None:
+    path, session = tmp_path / "run", Session()
+    session.start(2)
+    try:
+        ok(session, SETUP, "dp=2")
+        ok(session, f"path = {str(path)!r}\ncnb.save(path, model, step=1)")
+        begin = time.monotonic()
+        run = session.run("import os\nif rank == 1: Saving._pause = lambda self: go.wait() and None\n"
+                          "saving = cnb.save(path, model, wait=False, step=2)\n"
+                          "if rank == 1: os.kill(os.getpid(), 9)\nsaving.wait()").wait()
+        assert {rank: error.ename for rank, error in run.errors.items()} == {0: "Released", 1: "RankDied"}
+        assert time.monotonic() - begin < 20
+        told = [*run.notes, *ok(session, "saving.join()", ranks=(0,)).notes]
+        assert any("rank 1 was lost before its part was written" in note for note in told), told
+        assert load(path) == {"step": 1}
+    finally:
+        session.stop()

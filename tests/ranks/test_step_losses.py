@@ -282,7 +282,7 @@ def _later_otherwise(strategy: str) -> None:
         return each.square().mean() if epoch == 1 else each.flatten().topk(4).values.mean()
 
     with patch.object(outputs, "compare", wraps=outputs.compare) as compared:
-        for epoch, times in ((0, 1), (0, 1), (1, 2), (1, 2), (0, 2)):
+        for epoch, times in ((0, 1), (0, 1), (1, 2), (1, 2), (0, 2)):  # noqa: B007 (the loss reads it)
             model.zero_grad()
             loss, gradients = sequential(gpt, inputs, targets, changing)
             close(cnb.forward_backward(model, changing, inputs, targets).item(), loss)

@@ -13,6 +13,8 @@ def test_how_a_process_ended_and_only_the_last_error_of_its_log() -> None:
     assert _fault("controller", -9, log) == (
         "the controller ended (killed by SIGKILL)\nOSError: full")
     assert _fault("fork server", 1, "2026-11-30 INFO | started") == "the fork server ended (exit code 1)"
+    stray = "2026-12-01 18:42:50.537 [IPController] ERROR | queue::unknown engine b'5994' is sending a reply: "
+    assert _fault("controller", -9, stray) == "the controller ended (killed by SIGKILL)"
     assert _fault("fork server", -120, "") == "the fork server ended (killed by signal 120)"
 
 

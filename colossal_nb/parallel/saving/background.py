@@ -101,7 +101,10 @@ class Saving:
             raise not_saved(self.path, error) from error
 
     def _joined(self) -> None:
-        self.join()
+        self._hurry.set()
+        while self._thread.is_alive():
+            self._thread.join(_LOOK_S)
+            self._group().epoch.check()  # its end may need a rank that was lost
         self._told = True
         if self._failure is not None:
             raise self._failure
