@@ -132,3 +132,41 @@ def nan_notes() -> list[str]:
 def test_nan_of_what_no_stage_sent_is_explained(ranks: Any) -> None:
     for notes in ranks(2).run(nan_notes):
         assert any("takes from another stage what the recorded forward did not take" in note for note in notes)
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that a number in it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, chosen, mixed = self.first(x), x[:, 0].long(), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mixed[chosen == number] = expert(h[chosen == number])
+        return self.last(mixed)
+
+
+def rows_by_the_data() -> tuple[str, str]:
+    """What a stage says to which other rows come than in the batch before."""
+    world = World.current()
+    torch.manual_seed(0)
+    model = cnb.parallelize(Experts(), strategy="pp=2", cuts=["experts.2"])
+    try:
+        for seed in range(8):
+            inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))
+            inputs[:, 0] = torch.randint(4, (8,), generator=torch.Generator().manual_seed(seed))
+            cnb.forward_backward(model, nn.functional.cross_entropy, inputs, torch.zeros(8, dtype=torch.int64))
+    except Exception as error:
+        world.abort("the step failed")
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_rows_that_depend_on_the_data_are_named_where_they_cross_a_cut(ranks: Any) -> None:
+    failures = dict(ranks(2).run(rows_by_the_data))
+    assert set(failures) == {"ValueError", "Released"}
+    assert "has another size than it had for inputs of the same shapes (rank 0 sends float32" in failures["ValueError"]

@@ -14,6 +14,7 @@ from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.pipeline.split import Split
 from colossal_nb.parallel.pipeline.stage import Spec, Specs
 from colossal_nb.parallel.structure import leaves
+from colossal_nb.parallel.transports.messages import Mismatch
 from colossal_nb.parallel.work import Work
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.mesh import Mesh
@@ -46,7 +47,14 @@ class Mail:
     def receive(self, spec: Spec, stage: int, of: str) -> torch.Tensor:
         """The next tensor from a stage. Raises ValueError when what comes has another size or dtype."""
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-        self.group.run("recv", [tensor], of=of, peer=stage)
+        try:
+            self.group.run("recv", [tensor], of=of, peer=stage)
+        except Mismatch as error:
+            raise ValueError(
+                f"{of} has another size than it had for inputs of the same shapes ({error}). Under pp what passes "
+                "between stages may not depend on the data, as rows that a mask picks (a mixture of experts) do: cut "
+                "elsewhere (cuts=[...]), put what picks them and puts them back into one module, or take dp or tp"
+            ) from error
         return tensor
 
     def forget(self) -> None:
