@@ -24,7 +24,7 @@ LR = 1e-3
 EPS = 1e-6
 RTOL = 1e-10
 REFUSALS = {
-    "heads": r"has \d+ independent groups \(heads\); tp=\d+ does not divide them: tp=\d+",
+    "heads": r"has \d+ independent groups \(heads\); tp=\d+ does not divide them: take tp=\d+",
     "blocks": r"pp=\d+ is more than the \d+ blocks? of this \w+ \(.*\): pp=\d+ is the largest possible",
 }
 """Why a draw may be refused, and what the refusal then says."""

@@ -46,12 +46,12 @@ MULTI_QUERY, GROUPED = {"heads": 4, "kv_heads": 1}, {"heads": 6, "kv_heads": 3}
 @pytest.mark.parametrize(
     ("options", "tp", "words"),
     [
-        ({"heads": 4}, 8, "has 4 independent groups (heads); tp=8 does not divide them: tp=2 or tp=4"),
-        (MULTI_QUERY, 3, "has 4 independent groups (heads); tp=3 does not divide them: tp=2 or tp=4"),
-        (MULTI_QUERY, 8, "has 4 independent groups (heads); tp=8 does not divide them: tp=2 or tp=4"),
-        ({"heads": 4, "kv_heads": 2}, 3, "has 4 independent groups (heads); tp=3 does not divide them: tp=2 or tp=4"),
-        (GROUPED, 2, "has 3 independent groups (heads); tp=2 does not divide them: tp=3"),
-        (GROUPED, 8, "has 6 independent groups (heads); tp=8 does not divide them: tp=3 or tp=6"),
+        ({"heads": 4}, 8, "has 4 independent groups (heads); tp=8 does not divide them: take tp=2 or tp=4"),
+        (MULTI_QUERY, 3, "has 4 independent groups (heads); tp=3 does not divide them: take tp=2 or tp=4"),
+        (MULTI_QUERY, 8, "has 4 independent groups (heads); tp=8 does not divide them: take tp=2 or tp=4"),
+        ({"heads": 4, "kv_heads": 2}, 3, "has 4 independent groups (heads); tp=3 does not divide them: take tp=2 or tp=4"),
+        (GROUPED, 2, "has 3 independent groups (heads); tp=2 does not divide them: take tp=3"),
+        (GROUPED, 8, "has 6 independent groups (heads); tp=8 does not divide them: take tp=3 or tp=6"),
     ],
 )
 def test_more_ranks_than_heads_and_copied_heads_are_refused_alike(options: dict[str, int], tp: int, words: str) -> None:
