@@ -251,6 +251,6 @@ def refused(tp: int) -> tuple[str, bool, bool]:
 def test_heads_that_do_not_divide_are_refused_before_any_change(ranks) -> None:
     text = (
         "attention blocks.0.attention (and 1 more like it) has 4 independent groups (heads); tp=3 does not divide "
-        "them: tp=2 or tp=4"
+        "them: take tp=2 or tp=4"
     )
     assert ranks(3).run(refused, 3) == [(text, True, True)] * 3

@@ -36,7 +36,7 @@ def test_heads_that_do_not_divide() -> None:
         decided(model, 3)
     assert str(problem.value) == (
         "attention blocks.0.attention (and 2 more like it) has 4 independent groups (heads); tp=3 does not divide "
-        "them: tp=2 or tp=4"
+        "them: take tp=2 or tp=4"
     )
 
 
@@ -49,7 +49,8 @@ MULTI_QUERY, GROUPED = {"heads": 4, "kv_heads": 1}, {"heads": 6, "kv_heads": 3}
         ({"heads": 4}, 8, "has 4 independent groups (heads); tp=8 does not divide them: take tp=2 or tp=4"),
         (MULTI_QUERY, 3, "has 4 independent groups (heads); tp=3 does not divide them: take tp=2 or tp=4"),
         (MULTI_QUERY, 8, "has 4 independent groups (heads); tp=8 does not divide them: take tp=2 or tp=4"),
-        ({"heads": 4, "kv_heads": 2}, 3, "has 4 independent groups (heads); tp=3 does not divide them: take tp=2 or tp=4"),
+        ({"heads": 4, "kv_heads": 2}, 3, "has 4 independent groups (heads); tp=3 does not divide them: take tp=2 or "
+         "tp=4"),
         (GROUPED, 2, "has 3 independent groups (heads); tp=2 does not divide them: take tp=3"),
         (GROUPED, 8, "has 6 independent groups (heads); tp=8 does not divide them: take tp=3 or tp=6"),
     ],

@@ -255,7 +255,7 @@ def _undivided_text(undivided: dict[str, tuple[str, Undivided]], ranks: int) -> 
         more = f" (and {len(regions) - 1} more like it)" if len(regions) > 1 else ""
         choices = ", ".join(near[:-1]) + " or " + near[-1] if len(near) > 1 else near[0]
         said.append(
-            f"{regions[0]}{more} has {problem.groups} independent groups (heads); tp={ranks} does not divide them: take "
-            f"{choices}"
+            f"{regions[0]}{more} has {problem.groups} independent groups (heads); tp={ranks} does not divide them: "
+            f"take {choices}"
         )
     return "; ".join(said)
