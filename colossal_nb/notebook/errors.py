@@ -17,6 +17,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 _MODELS = re.compile(r"File \S*[/\\]colossal_nb[/\\](models|corpus)")
 _OURS = re.compile(r"File \S*[/\\]colossal_nb[/\\]")
 _LIBRARY = re.compile(r"File \S*[/\\](?:site-packages|lib[/\\]python[0-9.]+)[/\\]")
+_HEADER = "Traceback (most recent call last)"
 MOST_LIBRARY_FRAMES = 2
 MOST_FRAMES = 20
 MOST_OTHERS = 8
@@ -89,7 +90,7 @@ def report(run: Run) -> list[str]:
     differ = f" with other numbers; this is rank {first.rank}'s" if others else ""
     lines = [f"{_red(_who(same, run.ranks, bool(causes)) + differ)}:"] if header else []
     frames = shortened(first.traceback)
-    if not frames or first.ename not in frames[-1]:  # a death, or a verdict of ours on why the rank was stopped
+    if not _says(frames, first.ename):  # a death, or a verdict of ours on why the rank was stopped
         frames = [frame for frame in frames if _FRAME.match(_COLOUR.sub("", frame))]
         frames.append(f"{_red(first.ename)}: {first.evalue}")
     lines += frames
@@ -138,6 +139,12 @@ def _said(part: Sequence[str]) -> str:
     """The line with the error itself."""
     lines = [line for frame in part if not _CHAIN.search(frame) for line in frame.splitlines() if line.strip()]
     return _COLOUR.sub("", lines[-1]) if lines else ""
+
+
+def _says(frames: Sequence[str], name: str) -> bool:
+    """Whether a traceback shows the error of this name; notes may stand below it."""
+    texts = [_COLOUR.sub("", frame) for frame in frames]
+    return any(name in text for text in texts if not _FRAME.match(text) and _HEADER not in text)
 
 
 def _cut(text: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import traceback
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_nb.parallel.structure import leaves, rebuild
+from colossal_nb.parallel.structure import leaves, named_leaves, rebuild
 from colossal_nb.parallel.unread import Unread
+from colossal_nb.parallel.work import Released
+
+_OURS = "colossal_nb.parallel"
+_MOST_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,16 @@ def batch_size(inputs: Any) -> int:
             if not tensor.shape[0]:
                 raise ValueError(f"the batch is empty: a tensor of inputs has shape {list(tensor.shape)}")
             return tensor.shape[0]
-    raise ValueError(f"no tensor with a batch dim in the inputs ({type(inputs).__name__}): what should be cut?")
+    raise ValueError(f"no tensor with a batch dim in the inputs ({_given(inputs)}): what should be cut?")
+
+
+def _given(inputs: Any) -> str:
+    """What was found in the place of tensors; arrays are what people forget to convert."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else ()
+    arrays = [each for each in (inputs, *values) if hasattr(each, "__array_interface__")]
+    if arrays:
+        return f"a NumPy {type(arrays[0]).__name__}; inputs are tensors: torch.from_numpy(inputs)"
+    return type(inputs).__name__
 
 
 def bounds(samples: int, parts: int) -> list[tuple[int, int]]:
@@ -85,6 +100,55 @@ def cut(value: Any, samples: int, start: int, stop: int) -> Any:
         return tensor[start:stop]
 
     return rebuild(value, part)
+
+
+@contextmanager
+def explaining(whole: dict[str, Any], part: dict[str, Any], samples: int) -> Iterator[None]:
+    """Around what runs a part of a batch. An error of the model's or of torch's gets a note of what was cut and what
+    was not: that a mask was cut like the samples can be read from neither."""
+    try:
+        yield
+    except Exception as error:
+        note = _cut_note(whole, part, samples)
+        if note and _is_of_forward(error) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def _is_of_forward(error: Exception) -> bool:
+    """Not a sentence of ours, which says what is wrong; not of a backward, where inputs are long used."""
+    if isinstance(error, Released | torch.OutOfMemoryError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = isinstance(error, ValueError) and str(frames[-1].f_globals.get("__name__")).startswith(_OURS)
+    return not ours and all(frame.f_code.co_name != "_engine_run_backward" for frame in frames)
+
+
+def _cut_note(whole: dict[str, Any], part: dict[str, Any], samples: int) -> str:
+    """Empty where nothing was cut."""
+    was_cut, left = [], []
+    for (name, before), (_, after) in zip(_all_named(whole), _all_named(part), strict=True):
+        if before.shape != after.shape:
+            was_cut.append(f"{name} {list(before.shape)} -> {list(after.shape)}")
+        elif before.dim():
+            left.append(f"{name} {list(before.shape)}")
+    if not was_cut:
+        return ""
+    given = f"; given whole: {_few(left)}" if left else ""
+    return (
+        f"The batch of {samples} samples was cut along dim 0: {_few(was_cut)}{given}.\n"
+        "What belongs to the whole batch (a mask, a graph, a state) is made inside the model: a buffer, or from the "
+        "input's shape."
+    )
+
+
+def _all_named(given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    return (each for name, value in given.items() for each in named_leaves(value, name))
+
+
+def _few(texts: list[str]) -> str:
+    more = len(texts) - _MOST_NAMED
+    return ", ".join(texts[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

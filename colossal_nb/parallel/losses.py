@@ -19,6 +19,18 @@ FIX = (
     "    return F.cross_entropy(logits, targets, reduction='sum'), (targets != -100).sum()"
 )
 
+_PAIR = (
+    "a pair from loss_fn is (sum of losses, count), the number that the mean divides by. If the second is a metric (an "
+    "accuracy), return the loss alone and compute it from the output: "
+    "loss, output = cnb.forward_backward(model, loss_fn, inputs, targets, return_output=True)"
+)
+NO_COUNT = (
+    "loss_fn returned (sum, count) with a count of {:.4g} for samples of the whole batch, but {:.4g} as the sum over "
+    "their parts, so it is no count: " + _PAIR
+)
+SMALL_COUNT = "loss_fn returned a count below 1 for the whole batch, and the loss is divided by it: " + _PAIR
+SMALLEST_USUAL = 0.99  # weights that add up to 1 are a count, too
+
 
 @dataclass(frozen=True)
 class Part:

@@ -14,7 +14,7 @@ from colossal_nb.parallel import objects
 from colossal_nb.parallel.batch import cut, move
 from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.handle import Parallel
-from colossal_nb.parallel.losses import FIX, Part, part
+from colossal_nb.parallel.losses import FIX, NO_COUNT, Part, part
 from colossal_nb.parallel.structure import leaves, rebuild
 
 LossFn = Callable[[Any, Any], Any]
@@ -80,14 +80,16 @@ def compare(parallel: Parallel, loss_fn: LossFn, kept: Kept, targets: Any, sampl
 
     Raises ValueError on all ranks alike. Runs on the last stage; random states are left as they were.
     """
-    verdict = torch.zeros(4, dtype=torch.float64)
+    verdict = torch.zeros(7, dtype=torch.float64)
     if parallel.is_last:
         pieces = [piece for each in objects.all_gather(kept, parallel.group("dp"), "outputs") for piece in each]
         verdict[:] = torch.tensor(_differs(parallel, loss_fn, sorted(pieces, key=_start), targets, samples))
     group = parallel.group()
     if group.size > 1:
         group.run("all_reduce", [verdict], of="loss check")
-    votes, plain, together, slope = verdict.tolist()
+    votes, plain, together, slope, odd_counts, *counts = verdict.tolist()
+    if odd_counts:
+        raise ValueError(NO_COUNT.format(*(count / odd_counts for count in counts)))
     if votes:
         plain, together, slope = plain / votes, together / votes, slope / votes
         dp, microbatches = parallel.strategy.dp or 1, parallel.microbatches
@@ -107,17 +109,23 @@ def _start(piece: tuple[int, int, Any]) -> int:
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """A loss put together from pieces, its gradient with respect to the outputs, the difference that is rounding."""
+    """A loss put together from pieces, its gradient with respect to the outputs, the difference that is rounding.
+
+    `broken`: a count is no whole number.
+    """
 
     loss: float
+    count: float
+    broken: bool
     slopes: list[Tensor]
     tolerance: float
 
 
 def _differs(
     parallel: Parallel, loss_fn: LossFn, pieces: Kept, targets: Any, samples: int
-) -> tuple[float, float, float, float]:
-    """(1, plain loss, loss from the parts, difference of gradients) where more differs than rounding, else zeros."""
+) -> tuple[float, ...]:
+    """(1, plain loss, loss from the parts, difference of gradients) where more differs than rounding, else zeros; then
+    (1, plain count, sum of the parts' counts) where fractions that loss_fn called counts do not add up, else zeros."""
     split = []
     for start, stop, output in pieces:
         split.append((move(output, parallel.device), cut(targets, samples, start, stop), stop - start))
@@ -128,10 +136,14 @@ def _differs(
     one_nan = math.isnan(plain.loss) != math.isnan(together.loss)
     slope = max(map(_slope_difference, plain.slopes, together.slopes), default=0.0)
     wrong = one_nan or difference > plain.tolerance * max(abs(plain.loss), abs(together.loss))
+    wrong = wrong or slope > SLOPE_TIMES * plain.tolerance
+    apart = abs(plain.count - together.count) > COARSE_TOLERANCE * max(plain.count, together.count)
+    odd = apart and (plain.broken or together.broken)
     # A loss that is random by itself cannot be compared.
-    if (wrong or slope > SLOPE_TIMES * plain.tolerance) and _evaluated(loss_fn, [whole]).loss == plain.loss:
-        return 1.0, plain.loss, together.loss, slope
-    return 0.0, 0.0, 0.0, 0.0
+    if not (wrong or odd) or _evaluated(loss_fn, [whole]).loss != plain.loss:
+        return (0.0,) * 7
+    losses = (1.0, plain.loss, together.loss, slope) if wrong else (0.0,) * 4
+    return *losses, *((1.0, plain.count, together.count) if odd else (0.0,) * 3)
 
 
 def _slope_difference(plain: Tensor, together: Tensor) -> float:
@@ -143,7 +155,7 @@ def _slope_difference(plain: Tensor, together: Tensor) -> float:
 
 def _evaluated(loss_fn: LossFn, pieces: list[tuple[Any, Any, int]]) -> _Evaluated:
     """The loss of pieces (output, targets, samples)."""
-    batch, parts, variables = sum(samples for _, _, samples in pieces), [], []
+    batch, parts, variables, pairs = sum(samples for _, _, samples in pieces), [], [], []
     with torch.random.fork_rng(), torch.enable_grad():
         for detached, targets, samples in pieces:
             output = rebuild(detached, lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()))
@@ -151,10 +163,13 @@ def _evaluated(loss_fn: LossFn, pieces: list[tuple[Any, Any, int]]) -> _Evaluate
             with CountingMeans(by_hand=True) as means:
                 value = loss_fn(output, targets)
             parts.append(part(value, means.taken(), samples, batch))
+            pairs += [parts[-1].count] if isinstance(value, tuple | list) else []
     count = sum(one.count for one in parts) or math.nan
     slopes = [_slopes(one, inputs, count) for one, inputs in zip(parts, variables, strict=True)]
     return _Evaluated(
         math.fsum(one.sum for one in parts) / count,
+        sum(pairs),
+        any(not each.is_integer() for each in pairs),
         [torch.cat(column) for column in zip(*slopes, strict=True)],
         TOLERANCE.get(parts[0].dtype, COARSE_TOLERANCE),
     )

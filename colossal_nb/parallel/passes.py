@@ -15,7 +15,7 @@ from colossal_nb.parallel.batch import Piece, arguments
 from colossal_nb.parallel.counting import CountingMeans, Seen
 from colossal_nb.parallel.dropout import pass_by
 from colossal_nb.parallel.handle import Parallel
-from colossal_nb.parallel.losses import Part, own_loss, part, value_of
+from colossal_nb.parallel.losses import SMALL_COUNT, SMALLEST_USUAL, Part, own_loss, part, value_of
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.outside import Outside
 from colossal_nb.parallel.recompute import recomputing
@@ -149,7 +149,10 @@ def measured(loss_fn: LossFn | None, output: Any, piece: Piece, seen: Seen, batc
             f"they went whole to loss_fn, with the outputs of samples {piece.start} to {piece.stop - 1}, and it failed "
             f"({type(error).__name__}: {error}). Targets with one entry per sample are cut like the inputs"
         ) from error
-    return _trainable(part(value, means.taken(), piece.samples, batch))
+    result = part(value, means.taken(), piece.samples, batch)
+    if isinstance(value, tuple | list) and piece.samples == batch and 0 < result.count < SMALLEST_USUAL:
+        World.current().note(SMALL_COUNT)  # of several parts the counts are compared
+    return _trainable(result)
 
 
 def _trainable(result: Part) -> Part:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel import compiled, kept, objects, trouble
-from colossal_nb.parallel.batch import batch_size, bounds, cut, move
+from colossal_nb.parallel.batch import batch_size, bounds, cut, explaining, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.dropout import pass_by
@@ -23,6 +23,7 @@ from colossal_nb.parallel.scaled import scaled
 from colossal_nb.parallel.statistics import Statistics
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
+from colossal_nb.parallel.time_first import TimeFirst
 from colossal_nb.parallel.unread import whole
 from colossal_nb.parallel.world import World
 
@@ -81,7 +82,7 @@ def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if parallel.replicas == 1:
         args, kwargs = whole(args), whole(kwargs)
         with _keyed(parallel, 0, _samples(args, kwargs)):
-            output = _forward(parallel, args, kwargs)
+            output = forward_here(parallel, args, kwargs)
         Statistics(parallel, kept.owners(parallel.model)).settle(1)
         _average_outside(parallel, output, (args, kwargs))
         return _delivered(parallel, output)
@@ -108,7 +109,7 @@ def _on_a_part(parallel: Parallel, stepping: Parallel, args: tuple[Any, ...], kw
     world = World.current()
     before, world.elsewhere = world.elsewhere, True
     try:
-        return _forward(parallel, args, kwargs)
+        return forward_here(parallel, args, kwargs)
     finally:
         world.elsewhere = before
 
@@ -142,7 +143,7 @@ def _keyed(parallel: Parallel, start: int, stop: int) -> AbstractContextManager[
     return parallel.dropout.forward(parallel.step, start, stop)
 
 
-def _forward(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def forward_here(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One replica's output on its last stage, logits gathered over tp; None on other stages."""
     own = parallel.precision
     with parallel.running(), own.working(parallel), own.own_losses(), own.installed(), recomputing(parallel):
@@ -168,12 +169,15 @@ def _replicated(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any
     parts = bounds(samples, parallel.replicas)
     start, stop = parts[parallel.place["dp"]]
     first, last = (start, stop) if stop > start else (0, 1)
-    args, kwargs = cut(args, samples, first, last), cut(kwargs, samples, first, last)
+    args, kwargs = cut(given, samples, first, last)
     statistics = Statistics(parallel, kept.owners(parallel.model))
-    with CountingMeans() as means, _keyed(parallel, first, last), statistics.watched():
+    sequences = TimeFirst(parallel, given, samples, {last - first}, parallel.replicas)
+    explained = explaining(_by_name(*given), _by_name(args, kwargs), samples)
+    with CountingMeans() as means, _keyed(parallel, first, last), statistics.watched(), sequences.watched(), explained:
         if stop > start:
             statistics.begin(parallel.place["dp"])
-        output = _forward(parallel, args, kwargs)
+        output = forward_here(parallel, args, kwargs)
+    sequences.settle(_added(parallel, sequences.flags()), forward_here)
     statistics.settle(min(samples, parallel.replicas))
     _average_outside(parallel, output, given)
     if parallel.is_last:
@@ -182,6 +186,19 @@ def _replicated(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any
         weight = (seen[0].count if seen else float(last - first)) if stop > start else 0.0
         output = _joined(parallel, output, sizes, last - first, weight)
     return _delivered(parallel, output)
+
+
+def _by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {f"argument {number}": value for number, value in enumerate(args)} | kwargs
+
+
+def _added(parallel: Parallel, flags: list[float]) -> list[float]:
+    """Flags of the first forward, added up over all ranks."""
+    if not flags:
+        return []
+    row = torch.tensor(flags, dtype=torch.float64)
+    parallel.group().run("all_reduce", [row], of="time first")
+    return row.tolist()
 
 
 def _joined(parallel: Parallel, output: Any, sizes: list[int], rows: int, weight: float) -> Any:

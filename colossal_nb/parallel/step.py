@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,14 +22,16 @@ from colossal_nb.parallel import (
     parameter_hooks,
     trouble,
 )  # fmt: skip
-from colossal_nb.parallel.batch import Piece, arguments, batch_size, move, pieces
+from colossal_nb.parallel.batch import Piece, arguments, batch_size, explaining, move, pieces
 from colossal_nb.parallel.handle import Parallel, require, stepping
 from colossal_nb.parallel.losses import check, own_loss
 from colossal_nb.parallel.outputs import LossFn
 from colossal_nb.parallel.outside import Outside
 from colossal_nb.parallel.passes import NO_GRADIENT, Done, run
+from colossal_nb.parallel.plain import forward_here
 from colossal_nb.parallel.statistics import Statistics, note_others
 from colossal_nb.parallel.structure import leaves, rebuild
+from colossal_nb.parallel.time_first import TimeFirst
 from colossal_nb.parallel.trace import untouched
 from colossal_nb.parallel.world import World
 from colossal_nb.validation import called_as, shown
@@ -111,6 +113,14 @@ class _Batch:
         mine = pieces(inputs, targets, parallel.replicas, parallel.microbatches, parallel.place["dp"])
         return cls(inputs, targets, batch_size(inputs), mine, parallel.replicas * len(mine), data)
 
+    def explaining(self) -> AbstractContextManager[None]:
+        """Around the passes of this rank's parts: their errors say what was cut."""
+        if not self.mine:
+            return nullcontext()
+        whole = {"inputs": self.inputs, "targets": self.targets}
+        part = {"inputs": self.mine[0].inputs, "targets": self.mine[0].targets}
+        return explaining(whole, part, self.samples)
+
 
 @dataclass(frozen=True)
 class _Step:
@@ -130,6 +140,10 @@ class _Step:
     def trained(self) -> list[Tensor]:
         return [*self.parallel.held().values(), *self.others.tensors.values()]
 
+    @property
+    def _parts(self) -> int:
+        return self.parallel.replicas * self.parallel.microbatches
+
     def require_trained(self) -> None:
         """Raise ValueError where nothing wants a gradient. A stage asks one of what it receives all the same."""
         everything = (*self.parallel.parameters.values(), *self.others.tensors.values())
@@ -140,7 +154,7 @@ class _Step:
         """All parts forward and backward; where it is not known yet, that their losses make the whole batch's."""
         keep = "all" if return_output else "some" if self._compares() else ""
         done, totals = self._passes(keep, self.statistics)
-        self.statistics.settle(min(self.batch.samples, self.parallel.replicas * self.parallel.microbatches))
+        self.statistics.settle(min(self.batch.samples, self._parts))
         if self.loss_fn is None and totals.guessed and self.batch.total > 1:
             World.current().note(_OWN_GUESSED)
         if self.loss_fn is None or not self._compares(totals):
@@ -158,16 +172,20 @@ class _Step:
     def _passes(self, keep: str, statistics: Statistics | None) -> tuple[Done, agree.Totals]:
         batch = self.batch
         done = Done(batch.mine, keep, batch.samples, batch.total, self.others, self.unit, statistics)
-        with self.parallel.draws.looking(self.parallel):
+        sizes = {piece.samples for piece in batch.mine}
+        sequences = TimeFirst(self.parallel, arguments(batch.inputs), batch.samples, sizes, self._parts)
+        with self.parallel.draws.looking(self.parallel), sequences.watched(), batch.explaining():
             run(self.parallel, self.loss_fn, done)
-        return done, agree.totals(self.parallel, done.parts, batch.data, self.others.flags())
+        flags = self.others.flags()
+        totals = agree.totals(self.parallel, done.parts, batch.data, flags + sequences.flags())
+        sequences.settle(totals.sums[len(flags) :], forward_here)
+        return done, replace(totals, sums=totals.sums[: len(flags)])
 
     def _compares(self, totals: agree.Totals | None = None) -> bool:
         """Whether it is to be proved that the parts' losses make the whole: once for each loss_fn, once more when its
         parts first count unequally or it first calls other functions, always where their counts are a guess; where
         there are parts for every replica."""
-        parts = self.parallel.replicas * self.parallel.microbatches
-        if self.loss_fn is None or parts == 1 or self.batch.samples < self.parallel.replicas:
+        if self.loss_fn is None or self._parts == 1 or self.batch.samples < self.parallel.replicas:
             return False
         if totals is not None and (totals.guessed or totals.new):
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,20 @@ def leaves(value: Any) -> list[torch.Tensor]:
 
     rebuild(value, keep)
     return found
+
+
+def named_leaves(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors inside `value`, each with how it is reached: `name[0]['mask']`."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from named_leaves(part, f"{name}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        for number, part in enumerate(value):
+            yield from named_leaves(part, f"{name}[{number}]")
+    else:
+        yield from ((name, tensor) for tensor in leaves(value))
 
 
 def rebuild(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:

@@ -194,7 +194,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in buffers:
                     if not torch.equal(buffer, value):
-                        buffer.copy_(value)
+                        buffer.data.copy_(value)  # of no version: a graph made before may still read the buffer
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -107,6 +107,36 @@ def test_losses_that_cannot_be_put_together(ranks: Any, count: int, strategy: st
         assert "means over different counts" in mixed and "return (sum, count)" in mixed
 
 
+WEIGHTS = torch.linspace(0.0, 0.01, 29, dtype=torch.float64)  # less than 1 over a whole batch
+
+
+def _with_accuracy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return loss_fn(logits, targets), (logits.argmax(-1) < 20).double().mean()
+
+
+def _weighted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), WEIGHTS, reduction="sum")
+    return each, WEIGHTS[targets[targets != PAD]].sum()
+
+
+def _pairs(strategy: str) -> list[str]:
+    inputs, targets = batch(4)
+    model = cnb.parallelize(gpt(), strategy=strategy)
+    total, count = _weighted(gpt()(inputs), targets)
+    close(cnb.forward_backward(model, _weighted, inputs, targets).item(), (total / count).item())
+    if strategy == "tp=2":
+        return [note for note in World.current().notes if "a count below 1" in note]
+    with pytest.raises(ValueError, match="so it is no count") as error:
+        cnb.forward_backward(model, _with_accuracy, inputs, targets)
+    return [str(error.value)]
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "pp=2", "tp=2"])
+def test_a_metric_beside_the_loss_is_no_count(ranks: Any, strategy: str) -> None:
+    for (text,) in ranks(2).run(_pairs, strategy):
+        assert "a pair from loss_fn is (sum of losses, count)" in text and "return_output=True" in text
+
+
 def masked_mean(logits: Tensor, targets: Tensor) -> Tensor:
     each = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=PAD)
     kept = targets.flatten() > 20  # few: a part may have none

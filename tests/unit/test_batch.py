@@ -1,5 +1,7 @@
 """Cutting a batch: every sample in exactly one part, parts that differ by at most one, anything else whole."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,11 +13,13 @@ from colossal_nb.parallel.batch import (
     bounds,
     checksum,
     cut,
+    explaining,
     odd_ranks,
     own_parts,
     pieces,
     ranks_text,
 )
+from colossal_nb.parallel.work import Released
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 8))
@@ -66,6 +70,30 @@ def test_batch_size_is_that_of_the_first_tensor_with_dims() -> None:
         batch_size({"scale": torch.tensor(1.0), "n": 4})
     with pytest.raises(ValueError, match=r"the batch is empty: .* \[0, 2\]"):
         batch_size(torch.zeros(0, 2))
+
+
+def test_arrays_are_no_inputs() -> None:
+    array = torch.zeros(4, 2).numpy()
+    for inputs in (array, (array, 3), {"x": array}):
+        with pytest.raises(ValueError, match=r"NumPy ndarray; inputs are tensors: torch.from_numpy"):
+            batch_size(inputs)
+
+
+def _noted(error: Exception, whole: dict[str, Any], part: dict[str, Any]) -> list[str]:
+    with pytest.raises(type(error)) as caught, explaining(whole, part, 4):
+        raise error
+    assert caught.value is error
+    return getattr(error, "__notes__", [])
+
+
+def test_an_error_in_a_part_says_what_was_cut() -> None:
+    x, state = torch.zeros(4, 2), torch.zeros(1, 4)
+    (note,) = _noted(TypeError("no"), {"inputs": (x, {"h": state})}, {"inputs": (x[:2], {"h": state})})
+    assert note.startswith(
+        "The batch of 4 samples was cut along dim 0: inputs[0] [4, 2] -> [2, 2]; given whole: inputs[1]['h'] [1, 4]."
+    )
+    assert not _noted(TypeError("no"), {"inputs": x}, {"inputs": x})
+    assert not _noted(Released("no"), {"inputs": x}, {"inputs": x[:2]})
 
 
 def test_how_inputs_call_the_model() -> None:

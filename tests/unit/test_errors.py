@@ -29,6 +29,12 @@ def test_the_same_error_of_all_ranks_is_shown_once() -> None:
         "\x1b[0;31mall ranks (0-3) raised this\x1b[0m:", CELL, "ValueError: no <object at 0x7f00123456>"]
 
 
+def test_notes_of_an_error_are_shown_below_it() -> None:
+    header = "ValueError      Traceback (most recent call last)"
+    run = failed(RankError(0, "ValueError", "no", [header, CELL, OURS, "ValueError: no", "a note"], 3), ranks=1)
+    assert report(run) == [header, CELL, "ValueError: no", "a note"]
+
+
 def test_texts_that_differ_are_each_said() -> None:
     run = failed(*(error(rank, value=f"rank {max(rank, 1)} is bad", time_s=float(rank != 1)) for rank in range(4)))
     assert report(run) == [
