@@ -71,7 +71,7 @@ def test_plain_backward_under_a_pipeline_shows_the_line(ranks: Any) -> None:
 
 
 class TimeFirst(nn.Module):
-    """A causal layer of torch, or a recurrent one, with time in dim 0; `turned`: the inputs of the model have it not."""
+    """A causal or a recurrent layer of torch with time in dim 0; `turned`: the inputs of the model have it in dim 1."""
 
     def __init__(self, recurrent: bool, turned: bool) -> None:
         super().__init__()
