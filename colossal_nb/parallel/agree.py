@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from colossal_nb.parallel import trouble
+from colossal_nb.parallel import hyperparameters, trouble
 from colossal_nb.parallel.batch import checksum, odd_ranks, ranks_text
 from colossal_nb.parallel.group import Group
 from colossal_nb.parallel.handle import Parallel
@@ -50,8 +50,8 @@ def totals(parallel: Parallel, parts: list[Part], data: int, more: list[float]) 
     """Add up the parts of all ranks, and `more`, in one small all-reduce; every rank gets the same bits. `data`: see
     `sampled`.
 
-    Raises ValueError on all ranks alike when they were given different data, and when the loss is a mean over counts
-    that do not grow together.
+    Raises ValueError on all ranks alike when they were given different data or optimizer settings, and when the loss is
+    a mean over counts that do not grow together.
     """
     row = _row(parallel, parts)
     group = parallel.group()
@@ -66,7 +66,7 @@ def totals(parallel: Parallel, parts: list[Part], data: int, more: list[float]) 
         odd = [group.ranks[index] for index in odd_ranks(row[-group.size :].tolist())]
         if odd:
             trouble.require_level(parallel)
-        _refuse_odd(odd)
+        _refuse_odd(parallel, odd)
     total, count, mixed, spread, code, samples, counts_spread, inexact, stops, guessed, new = row[:_FIXED].tolist()
     _stop(parallel, stops)
     if _not_proportional(spread, count, mixed):
@@ -119,29 +119,33 @@ def _row(parallel: Parallel, parts: list[Part]) -> torch.Tensor:
 
 
 def compare_data(parallel: Parallel, inputs: Any, targets: Any) -> None:
-    """Compare a checksum of the batch over the ranks, in the first calls; later `totals` does.
+    """Compare a checksum of the batch and the optimizers' settings over the ranks, in the first calls; later `totals`
+    does.
 
-    Raises ValueError on all ranks alike that names the ranks whose data differ.
+    Raises ValueError on all ranks alike that names the ranks whose data or settings differ.
     """
     group = parallel.group()
     if group.size > 1 and parallel.calls < FIRST_CALLS:
-        _refuse_odd(differing(checksum(leaves((inputs, targets))), group, "batch checksum"))
+        value = checksum(leaves((inputs, targets))) ^ hyperparameters.digest(hyperparameters.known(parallel))
+        _refuse_odd(parallel, differing(value, group, "batch checksum"))
 
 
 def sampled(parallel: Parallel, inputs: Any, targets: Any) -> int:
-    """A checksum of the batch that costs little, however large it is, and of the steps that this rank has ended."""
+    """A checksum of the batch that costs little, however large it is, of the optimizers' settings, and of the steps
+    that this rank has ended."""
     if parallel.group().size == 1:
         return 0
     steps = sum(parallel.steps.finished.values())
-    return checksum(leaves((inputs, targets)), SAMPLED) ^ steps
+    return checksum(leaves((inputs, targets)), SAMPLED) ^ steps ^ hyperparameters.digest(hyperparameters.known(parallel))
 
 
-def _refuse_odd(odd: list[int]) -> None:
+def _refuse_odd(parallel: Parallel, odd: list[int]) -> None:
     if odd:
+        hyperparameters.require_alike(hyperparameters.known(parallel), parallel.group())
         raise ValueError(
             f"the batch of {ranks_text(odd)} differs from the others': forward_backward takes the same global batch on "
             "every rank and cuts it itself; draw it from the same seed everywhere (torch.manual_seed, or a "
-            "torch.Generator of your own), and leave out DistributedSampler and shards by rank"
+            "torch.Generator of your own), in a cell on all ranks, and leave out DistributedSampler and shards by rank"
         )
 
 

@@ -30,6 +30,7 @@ def stepped(parallel: Parallel, loss: float) -> None:
     parallel.calls += 1
     parallel.calls_in_step += 1
     parallel.loss = loss
+    parallel.stepped.clear()  # their settings have been compared
     World.current().recorder.mark(parallel.step, "log", "loss", loss)
 
 

@@ -38,7 +38,8 @@ class Parallel:
     weights are not those of one step (see `trouble`), `source`: the replica that is whole. `number`: the same on
     all ranks of the model and of no other model, "" for a copy. `saved`: the checkpoint that
     was written or read last. `moving`: buffers that a forward writes to, by the owners that are in training, `before`:
-    those of the last forward_backward with what they were before it. `outside`: tensors that are trained with the
+    those of the last forward_backward with what they were before it. `stepped`: optimizers that parallelize was not
+    given and that have stepped since then. `outside`: tensors that are trained with the
     model and are none of its parameters, whole and equal on all ranks; `explored`: the losses whose graph has been
     looked through for them."""
 
@@ -49,6 +50,7 @@ class Parallel:
     forward: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    stepped: list[torch.optim.Optimizer] = field(default_factory=list)
     pipeline: Pipeline | None = None
     tensor: Report | None = None
     dropout: KeyedDropout | None = None
@@ -154,6 +156,7 @@ class Parallel:
             forward=copy.deepcopy(self.forward, memo),
             precision=self.precision.twin(),
             optimizers=[],
+            stepped=[],
             explored=set(),
             outside=[],
             draws=Draws(),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from colossal_nb.parallel import hyperparameters
 from colossal_nb.parallel.handle import holds
 from colossal_nb.parallel.layouts import layout_of
 from colossal_nb.parallel.state import local_part
@@ -108,10 +109,11 @@ def watch() -> None:
 
 def _require_able_now(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     held = (p for group in optimizer.param_groups for p in group["params"])
-    layout = next((layout for p in held if (layout := layout_of(p)) is not None), None)
-    if layout is not None:
+    first = next((p for p in held if layout_of(p) is not None), None)
+    if first is not None and (layout := layout_of(first)) is not None:
         require_able(optimizer, layout.mesh)
         _STEPPED[optimizer] = None
+        hyperparameters.stepped(optimizer, first)
 
 
 def stepped() -> list[torch.optim.Optimizer]:

@@ -17,6 +17,7 @@ from colossal_nb.parallel import (
     compiled,
     drawing,
     events,
+    hyperparameters,
     lazy,
     memory,
     optimizers,
@@ -83,7 +84,7 @@ def parallelize(
     options = {"cuts": cuts, "stage_weights": stage_weights}
     parallel = Parallel(model, wanted, mesh, dict(model.named_parameters()), model.forward, options)
     parallel.precision = Precision.of(wanted)
-    _compare_weights(parallel)
+    _compare_weights(parallel, optimizers.as_list(optimizer))
     parallel.number = _common_number(parallel)
     parallel.origin = Origin.of(parallel.parameters)
     _set_up(parallel, optimizer)
@@ -256,13 +257,14 @@ def _common_number(parallel: Parallel) -> str:
     return str(int(number))
 
 
-def _compare_weights(parallel: Parallel) -> None:
-    """All ranks must have built the same model."""
+def _compare_weights(parallel: Parallel, given: list[torch.optim.Optimizer]) -> None:
+    """All ranks must have built the same model, and optimizers with the same settings."""
     if parallel.mesh.size == 1:
         return
     tensors = [*parallel.model.parameters(), *parallel.model.buffers()]
-    odd = differing(checksum(tensors), parallel.group(), "weights checksum")
+    odd = differing(checksum(tensors) ^ hyperparameters.digest(given), parallel.group(), "weights checksum")
     if odd:
+        hyperparameters.require_alike(given, parallel.group())
         raise ValueError(
             f"the weights of {ranks_text(odd)} differ from the others': every rank builds the same model, so draw the "
             "weights from one seed in the cell that makes it (torch.manual_seed(0) before it), or load the same file"

@@ -104,6 +104,7 @@ def united(parallel: Parallel) -> None:
     steps.finished.clear()
     for marks in (steps.open, steps.over, steps.wrote):
         marks.clear()
+    parallel.stepped.clear()
     steps.replacing = steps.known = ""
     parallel.torn = ""
 

@@ -141,6 +141,43 @@ def test_ranks_whose_weights_differ_are_named(ranks: Any) -> None:
         assert "torch.manual_seed" in text
 
 
+def _odd_settings(when: str) -> str:
+    """The sentence where rank 1's lr is another one: before parallelize, by a scheduler in a later step, in an
+    optimizer that nobody gave to parallelize, before verify."""
+    odd = 0.5 if World.current().rank else 0.01
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(odd) if when == "tensor" else odd, betas=(0.8, 0.9))
+    if when in ("before", "tensor"):
+        return refusal(cnb.parallelize, model, optimizer, "dp=2")
+    optimizer.param_groups[0]["lr"] = 0.01
+    cnb.parallelize(model, None if when == "ungiven" else optimizer, "dp=2")
+    if when == "verify":
+        optimizer.param_groups[0]["betas"] = (odd, 0.9)
+        return refusal(cnb.verify, model, loss_fn, INPUTS, TARGETS)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 4 else odd)
+    for step in range(4):
+        train(model, optimizer, 1)
+        assert schedule.get_last_lr() == [0.01], step
+        schedule.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    found = refusal(train, model, optimizer, 1)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    optimizer.param_groups[0]["lr"] = 0.02
+    train(model, optimizer, 1)
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "tensor", "later", "ungiven", "verify"])
+def test_optimizer_settings_that_differ_are_named(ranks: Any, when: str) -> None:
+    shown = {"verify": "betas of param group 0 is (0.01, 0.9) on rank 0 and (0.5, 0.9) on rank 1"}
+    shown |= dict.fromkeys(("later", "ungiven"), "lr of param group 0 is 0.0001 on rank 0 and 0.005 on rank 1")
+    found = ranks(2).run(_odd_settings, when)
+    assert found[0] == found[1]
+    assert shown.get(when, "lr of param group 0 is 0.0") in found[0]
+    assert "on rank 0 and 0.5 on rank 1" in found[0] or when not in ("before", "tensor")
+    assert "a name that was set in a cell that ran on fewer ranks" in found[0]
+
+
 def _caveats() -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.AlphaDropout(0.1), nn.Dropout(0.1))

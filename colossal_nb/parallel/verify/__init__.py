@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossal_nb.parallel import objects, replicas, report, trouble
+from colossal_nb.parallel import hyperparameters, objects, replicas, report, trouble
 from colossal_nb.parallel.handle import Parallel, require, tell, text
 from colossal_nb.parallel.losses import check
 from colossal_nb.parallel.outcome import alike
@@ -64,6 +64,7 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
             "could be compared: verify trains; thaw what will be trained"
         )
     trouble.settle(parallel)
+    hyperparameters.require_alike(hyperparameters.known(parallel), parallel.group())
     begun = time.perf_counter()
     parts = parallel.replicas * parallel.microbatches if keeps_statistics(model) else 1
     program = Sequential(loss_fn, inputs, targets, parts, parallel.calls)
