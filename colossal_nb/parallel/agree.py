@@ -136,7 +136,8 @@ def sampled(parallel: Parallel, inputs: Any, targets: Any) -> int:
     if parallel.group().size == 1:
         return 0
     steps = sum(parallel.steps.finished.values())
-    return checksum(leaves((inputs, targets)), SAMPLED) ^ steps ^ hyperparameters.digest(hyperparameters.known(parallel))
+    settings = hyperparameters.digest(hyperparameters.known(parallel))
+    return checksum(leaves((inputs, targets)), SAMPLED) ^ steps ^ settings
 
 
 def _refuse_odd(parallel: Parallel, odd: list[int]) -> None:

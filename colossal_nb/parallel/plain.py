@@ -15,6 +15,7 @@ from colossal_nb.parallel.batch import batch_size, bounds, cut, explaining, move
 from colossal_nb.parallel.collectives import gather_from, reduce_from
 from colossal_nb.parallel.counting import CountingMeans
 from colossal_nb.parallel.dropout import pass_by
+from colossal_nb.parallel.encoders import unfused
 from colossal_nb.parallel.handle import NAME, Parallel, require_cell, text
 from colossal_nb.parallel.outside import inside_model
 from colossal_nb.parallel.parameter_hooks import register_first
@@ -146,7 +147,11 @@ def _keyed(parallel: Parallel, start: int, stop: int) -> AbstractContextManager[
 def forward_here(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One replica's output on its last stage, logits gathered over tp; None on other stages."""
     own = parallel.precision
-    with parallel.running(), own.working(parallel), own.own_losses(), own.installed(), recomputing(parallel):
+    alone = parallel.mesh.size == 1
+    with (
+        parallel.running(), own.working(parallel), own.own_losses(), own.installed(), recomputing(parallel),
+        nullcontext() if alone else unfused(parallel.model),
+    ):  # fmt: skip
         args, kwargs = own.lower((args, kwargs))
         if parallel.pipeline is None:
             return own.raised(gather(parallel.forward(*args, **kwargs)))

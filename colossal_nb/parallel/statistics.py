@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from colossal_nb.parallel import objects
@@ -71,7 +72,9 @@ class Statistics:
         self.staged = _staged(parallel, owners) if parallel.pipeline is not None else []
         self.runs: list[_Run] = []
         self.settled: set[int] = set()  # ids of the buffers that were put together
+        self.once: dict[str, int] = {}  # checksums of the other buffers after one part of the first batch, if it has more
         self._place = {id(norm.mean): place for place, norm in enumerate(self.norms)}
+        self._begun = 0
         self._dtype = torch.float32
         for norm in self.norms:
             self._dtype = torch.promote_types(self._dtype, norm.mean.dtype)
@@ -90,6 +93,9 @@ class Statistics:
 
     def begin(self, part: int) -> None:
         """What follows belongs to this part of the global batch."""
+        if not self.parallel.calls and self._begun == 1:
+            self.once = {name: checksum([each]) for name, each in _others(self.parallel, self).items()}
+        self._begun += 1
         if self.norms:
             self.runs.append(_Run(part, self._flat(), [0.0] * len(self.norms)))
 
@@ -219,24 +225,55 @@ def _is_cumulative(module: nn.Module) -> bool:
     return getattr(module, "momentum", 0.0) is None and not isinstance(module, _InstanceNorm)
 
 
+def _others(parallel: Parallel, statistics: Statistics) -> dict[str, Tensor]:
+    """The buffers that nothing above puts together, and that are no running statistics of torch's norms."""
+    norms = [module for module in parallel.model.modules() if isinstance(module, _NormBase)]
+    done = {id(each) for norm in norms for each in norm.buffers()} | statistics.settled
+    return {name: each for name, each in parallel.model.named_buffers() if id(each) not in done and not each.is_meta}
+
+
 def note_others(parallel: Parallel, statistics: Statistics) -> None:
-    """After the first forward_backward: name what else the forward moves, where it differs. Collective over dp, once,
-    where the model has other buffers."""
-    if parallel.replicas == 1 or parallel.calls:
+    """After the first forward_backward: name what else the forward moves, where it is not what one device makes.
+    Collective, once, where the model has buffers."""
+    parts = parallel.replicas * parallel.microbatches
+    if parts * parallel.mesh.axis_size("pp") == 1 or parallel.calls or not any(True for _ in parallel.model.buffers()):
         return
-    done = statistics.settled
-    others = {name: each for name, each in parallel.model.named_buffers() if id(each) not in done and not each.is_meta}
-    if not others:
-        return
-    moving = set().union(*parallel.moving.values())
-    mine = {name: checksum([each]) for name, each in others.items() if name in moving}
-    told = objects.all_gather(mine, parallel.group("dp"), "buffers")
-    names = [name for name in others if len({each.get(name) for each in told}) > 1]
-    if names:
-        World.current().note(_OTHERS.format(names=", ".join(names), s="s" * (len(names) > 1)))
+    others, moving = _others(parallel, statistics), set().union(*parallel.moving.values())
+    own = {name: checksum([each]) for name, each in others.items() if name in moving}
+    mine = {name: (value, statistics.once.get(name, value) != value) for name, value in own.items()}
+    group = parallel.group()
+    told = objects.all_gather(mine, group, "buffers")
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for each in told for name in each):
+        moved = {rank: each[name] for rank, each in zip(group.ranks, told, strict=True) if name in each}
+        more = any(again for _, again in moved.values())
+        if text := _fault(parallel, {rank: value for rank, (value, _) in moved.items()}, more):
+            found.setdefault(text, []).append(name)
+    for text, names in found.items():
+        World.current().note(text.format(names=", ".join(names), s="s" * (len(names) > 1), n=parallel.microbatches))
+
+
+def _fault(parallel: Parallel, moved: dict[int, int], more: bool) -> str:
+    """What is wrong with a buffer; `moved`: its checksum on the ranks where it moves, `more`: in more than one part."""
+    places = {rank: parallel.mesh.coordinate(rank) for rank in range(parallel.mesh.size)}
+    for place in places.values():
+        replicas = [rank for rank, at in places.items() if at | {"dp": 0} == place | {"dp": 0}]
+        if len({moved.get(rank) for rank in replicas}) > 1:
+            return _OTHERS
+    if more:
+        return _COUNTED
+    return _STAGED if moved and len(moved) < len(places) else ""
 
 
 _OTHERS = (
     "the forward writes into the buffer{s} {names}: each replica's part of the batch makes other values, so they "
     "differ between the ranks, and from those of one device (the running statistics of batch and instance norms do not)"
+)
+_COUNTED = (
+    "the forward writes into the buffer{s} {names} in each of the {n} microbatches, not once in a step: a count or an "
+    "average there is not that of one device; write to it outside of the forward, or take microbatches=1"
+)
+_STAGED = (
+    "the forward writes into the buffer{s} {names} on one pipeline stage alone: the ranks of other stages read what was "
+    "there before"
 )

@@ -194,3 +194,43 @@ def evaluated(make: Make, strategy: str) -> tuple[Tensor, Tensor]:
 def test_evaluation_gives_the_whole_output(ranks: Any, count: int, strategy: str, make: Make) -> None:
     for found, expected in ranks(count).run(evaluated, make, strategy):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+class Padded(nn.Module):
+    """torch's encoder with its defaults: without gradients in eval mode it packs padded rows and calls fused kernels."""
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=not norm_first)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embedding(tokens), src_key_padding_mask=tokens == 0)).mean(1)
+
+
+def _padded(strategy: str, norm_first: bool) -> list[Tensor]:
+    """Outputs in eval mode, of the model and of its encoder by itself (which under pp lies on several stages)."""
+    tokens = torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0], [6, 7, 8, 9], [1, 0, 0, 0]])
+    model = Padded(norm_first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if strategy:
+        model, optimizer = cnb.parallelize(model, optimizer, strategy)
+        cnb.forward_backward(model, nn.functional.cross_entropy, tokens, torch.arange(4) % 3)
+    else:
+        nn.functional.cross_entropy(model(tokens), torch.arange(4) % 3).backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        inside = [] if "pp" in strategy else [model.encoder(torch.ones(4, 3, 8).cumsum(2).sin())]
+        return [model(tokens), *inside]
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2", "pp=2"])
+def test_torchs_encoder_evaluates_alike(ranks: Any, strategy: str) -> None:
+    for norm_first in (False, True):
+        expected = _padded("", norm_first)
+        for found in ranks(2).run(_padded, strategy, norm_first):
+            torch.testing.assert_close(found, expected[: len(found)])

@@ -240,6 +240,44 @@ def test_buffers_that_replicas_move_apart_are_named_once(ranks: Any) -> None:
         assert "writes into the buffers average, running_mean: each replica's part" in notes[0]
 
 
+class Counting(nn.Module):
+    """Counts its forwards; fills a table in each, the same every time; its first layer counts as well."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.Layer(4, 4), nn.Linear(4, 3)
+        self.first.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.table.fill_(7)
+        return self.second(self.first(x))
+
+
+def _counting(strategy: str) -> tuple[float, list[str]]:
+    torch.manual_seed(0)
+    model = cnb.parallelize(Counting(), strategy=strategy)
+    for _ in range(3):
+        cnb.forward_backward(model, functional.cross_entropy, torch.ones(4, 4), torch.arange(4) % 3)
+    return model.seen.item(), [note for note in World.current().notes if "buffer" in note]
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2", "pp=2 microbatches=1", "pp=2", "dp=2 microbatches=2"])
+def test_buffers_that_count_parts_of_a_batch_are_named(ranks: Any, strategy: str) -> None:
+    for seen, notes in ranks(2).run(_counting, strategy):
+        counted = [note for note in notes if "in each of the 2 microbatches, not once" in note]
+        assert len(counted) == (seen == 6.0) and seen == (3.0 if strategy in ("dp=2", "tp=2") or "=1" in strategy else 6.0)
+        assert all("seen" in note for note in counted) and not any("table" in note for note in notes)
+        assert any("first.calls on one pipeline stage" in note for note in notes) == ("=1" in strategy)
+
+
 def normed_stages(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
     """What a rank reads of the running statistics after a step, an evaluation in training mode, and a load."""
     model = normed()

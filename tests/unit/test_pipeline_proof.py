@@ -13,11 +13,12 @@ import trunk_models as trunk
 from torch import nn
 
 from colossal_nb.models import GPT
+from colossal_nb.parallel.encoders import modules_call_modules
 from colossal_nb.parallel.pipeline.first_step import FirstStep
 from colossal_nb.parallel.pipeline.proof import prove
 from colossal_nb.parallel.pipeline.pruned import prune
 from colossal_nb.parallel.pipeline.split import split
-from colossal_nb.parallel.pipeline.stage import Stage, modules_call_modules
+from colossal_nb.parallel.pipeline.stage import Stage
 from colossal_nb.parallel.structure import leaves
 from colossal_nb.parallel.trace import trace
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossal_nb.parallel.encoders import modules_call_modules
 from colossal_nb.parallel.pipeline import backward_hooks
 from colossal_nb.parallel.pipeline.executor import Borders, Executor, Kept, Look, LossOf, Microbatch
 from colossal_nb.parallel.pipeline.first_step import FirstStep
@@ -23,7 +24,7 @@ from colossal_nb.parallel.pipeline.pruned import lay_out, prune
 from colossal_nb.parallel.pipeline.report import Report, report_on
 from colossal_nb.parallel.pipeline.shared import summed
 from colossal_nb.parallel.pipeline.split import Split, split
-from colossal_nb.parallel.pipeline.stage import Specs, Stage, modules_call_modules
+from colossal_nb.parallel.pipeline.stage import Specs, Stage
 from colossal_nb.parallel.trace import trace
 from colossal_nb.parallel.world import World
 from colossal_nb.plan.mesh import Mesh

@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 
 from colossal_nb.parallel.absent import absent
 from colossal_nb.parallel.compat import in_backward
+from colossal_nb.parallel.encoders import modules_call_modules
 from colossal_nb.parallel.pipeline import backward_hooks
 from colossal_nb.parallel.pipeline.dataflow import Value
 from colossal_nb.parallel.pipeline.split import Split
@@ -282,18 +283,6 @@ class _Arrive(torch.autograd.Function):
         (gradient,) = gradients
         ctx.arrival.grad = gradient
         return None, None, None
-
-
-@contextmanager
-def modules_call_modules() -> Iterator[None]:
-    """Inside, torch's transformer modules call their parts. Without gradients in eval mode they would hand all weights
-    to one fused kernel, past the calls that were recorded."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _Transparent:

@@ -60,6 +60,9 @@ def _apply_pair(model: nn.Module, plan: TensorPlan, pair: Pair, index: int) -> N
     row = cast("nn.Linear", model.get_submodule(pair.row))
     cut_parameter(row.weight, 1, pair.row_parts, plan, index)
     _become(row, RowLinear1D).cut = LinearCut(plan.mesh, plan.axis, index, pair.row_parts, pair.row)
+    layer = model.get_submodule(pair.row.rpartition(".")[0])
+    if isinstance(layer, nn.TransformerEncoderLayer):
+        layer.activation_relu_or_gelu = 0  # its fused kernel, which would take the parts for whole weights, is closed
     for change in pair.changes:
         setattr(model.get_submodule(change.module), change.attribute, change.local)
     if pair.narrow:
