@@ -72,7 +72,7 @@ class Statistics:
         self.staged = _staged(parallel, owners) if parallel.pipeline is not None else []
         self.runs: list[_Run] = []
         self.settled: set[int] = set()  # ids of the buffers that were put together
-        self.once: dict[str, int] = {}  # checksums of the other buffers after one part of the first batch, if it has more
+        self.once: dict[str, int] = {}  # checksums of other buffers after the first part of the first batch
         self._place = {id(norm.mean): place for place, norm in enumerate(self.norms)}
         self._begun = 0
         self._dtype = torch.float32
@@ -274,6 +274,6 @@ _COUNTED = (
     "average there is not that of one device; write to it outside of the forward, or take microbatches=1"
 )
 _STAGED = (
-    "the forward writes into the buffer{s} {names} on one pipeline stage alone: the ranks of other stages read what was "
-    "there before"
+    "the forward writes into the buffer{s} {names} on one pipeline stage alone: the ranks of other stages read what "
+    "was there before"
 )

@@ -197,7 +197,7 @@ def test_evaluation_gives_the_whole_output(ranks: Any, count: int, strategy: str
 
 
 class Padded(nn.Module):
-    """torch's encoder with its defaults: without gradients in eval mode it packs padded rows and calls fused kernels."""
+    """torch's encoder with its defaults: without gradients in eval mode it packs padded rows for fused kernels."""
 
     def __init__(self, norm_first: bool) -> None:
         super().__init__()

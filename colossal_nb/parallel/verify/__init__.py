@@ -64,11 +64,11 @@ def verify(model: nn.Module, loss_fn: LossFn | None, inputs: Any, targets: Any =
             "could be compared: verify trains; thaw what will be trained"
         )
     trouble.settle(parallel)
-    hyperparameters.require_alike(hyperparameters.known(parallel), parallel.group())
     begun = time.perf_counter()
     parts = parallel.replicas * parallel.microbatches if keeps_statistics(model) else 1
     program = Sequential(loss_fn, inputs, targets, parts, parallel.calls)
     with untouched(parallel), stepping.chosen(parallel) as optimizer, lent(program.outside(parallel).values()):
+        hyperparameters.require_alike(hyperparameters.known(parallel), parallel.group())
         return replace(_verify(parallel, program, steps, begun), optimizer=optimizer)
 
 
