@@ -58,6 +58,16 @@ class KeyedDropout:
             module.register_forward_pre_hook(_Enter(self, name))
             module.register_forward_hook(_Leave(self), always_call=True)
 
+    @staticmethod
+    def forget(model: nn.Module) -> None:
+        """Take an earlier one's hooks off."""
+        for module in model.modules():
+            every = (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called)
+            keys = [key for hooks in every for key, hook in hooks.items() if isinstance(hook, _Enter | _Leave)]
+            for hooks in every:
+                for key in keys:
+                    hooks.pop(key, None)
+
     def entered(self, name: str) -> None:
         """A module's call begins; in a backward it may be a checkpointed block whose first run was keyed."""
         if not self._active and not self._inside and in_backward() and torch.initial_seed() in self._states:

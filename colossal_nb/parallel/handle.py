@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.origin import Origin
 from colossal_nb.parallel.precision import Precision
 from colossal_nb.parallel.steps import Position, Steps
+from colossal_nb.parallel.tree import require_known
 from colossal_nb.parallel.undo import Changes
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Mesh, On, Strategy
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from colossal_nb.parallel.tensor import Report
 
 NAME = "_colossal"
+UNSPLIT = "may be copied before it is split"  # in the memo of a copy that is split by itself
 
 
 @dataclass(eq=False)
@@ -144,10 +146,17 @@ class Parallel:
             self.step, self.calls_in_step = self.step + len(self.steps.over), 0
             self.steps.over.clear()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Parallel:
         """Belongs to a copy of the model, whose modules and parameters `copy.deepcopy` has made before."""
         from colossal_nb.parallel import trouble
 
+        require_known(self)
+        if self.pending and UNSPLIT not in memo:
+            raise ValueError(
+                f"this {type(self.model).__name__} is split at its first batch, and a copy made now would stay whole: "
+                "make the copy after the first step (cnb.forward_backward, or model(x)), or before parallelize for one "
+                "that is not parallel"
+            )
         trouble.glance(self)
         twin = replace(
             self,
@@ -181,6 +190,9 @@ class Parallel:
                 twin.parameters[name].data = p.data  # one element that stands for all; a copy would fill its shape
         twin.changes = self.changes.moved(self.parameters, twin.parameters)
         return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickle()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -225,9 +237,29 @@ def find(model: Any) -> Parallel | None:
     return model.__dict__.get(NAME) if isinstance(model, nn.Module) else None
 
 
+def refuse_pickle() -> NoReturn:
+    raise TypeError(
+        "a parallel model is not pickled, since a rank may hold a part of it: cnb.save(path, model, optimizer), or "
+        "torch.save(model.state_dict(), path), whose weights are whole"
+    )
+
+
+class Unpickled:
+    """Stands first in a parallel model's attributes, so that pickle meets it before what it could not say a word of."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_pickle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unpickled:
+        return self
+
+
 def attach(parallel: Parallel) -> None:
     """Leave it on the model, for `find`."""
-    parallel.model.__dict__[NAME] = parallel
+    own = parallel.model.__dict__
+    rest = dict(own)
+    own.clear()
+    own.update({f"{NAME}_unpickled": Unpickled(), **rest, NAME: parallel})
     World.current().parallels.add(parallel)
 
 
@@ -247,6 +279,7 @@ def require(model: Any) -> Parallel:
             f"this {what} is not parallel yet: model, optimizer = cnb.parallelize(model, optimizer) comes first"
         )
     require_cell(parallel)
+    require_known(parallel)
     return parallel
 
 

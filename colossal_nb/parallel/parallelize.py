@@ -25,6 +25,7 @@ from colossal_nb.parallel import (
     report,
     state,
     tensor,
+    tree,
 )
 from colossal_nb.parallel.agree import differing
 from colossal_nb.parallel.batch import checksum, ranks_text
@@ -35,7 +36,7 @@ from colossal_nb.parallel.origin import Origin
 from colossal_nb.parallel.precision import Precision, raise_masters
 from colossal_nb.parallel.undo import noted
 from colossal_nb.parallel.world import World
-from colossal_nb.plan import Layout, Strategy
+from colossal_nb.plan import Layout, Mesh, Strategy
 from colossal_nb.validation import called_as
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -77,14 +78,11 @@ def parallelize(
     # A cell that runs again drops its former model, which sits in reference cycles: its memory is needed now.
     world.model = None
     gc.collect()
-    if lazy.is_waiting(model):
-        lazy.require_room(model, group_along(mesh, mesh.axes))
-        lazy.fill(model)
-    model.to(world.device)
+    _build(model, mesh)
     options = {"cuts": cuts, "stage_weights": stage_weights}
     parallel = Parallel(model, wanted, mesh, dict(model.named_parameters()), model.forward, options)
     parallel.precision = Precision.of(wanted)
-    _compare_weights(parallel, optimizers.as_list(optimizer))
+    _compare_weights(parallel, [*model.parameters(), *model.buffers()], optimizers.as_list(optimizer))
     parallel.number = _common_number(parallel)
     parallel.origin = Origin.of(parallel.parameters)
     _set_up(parallel, optimizer)
@@ -93,10 +91,17 @@ def parallelize(
     return model if optimizer is None else (model, optimizer)
 
 
+def _build(model: nn.Module, mesh: Mesh) -> None:
+    """What waits for its weights gets them; all of it on this rank's device."""
+    if lazy.is_waiting(model):
+        lazy.require_room(model, group_along(mesh, mesh.axes))
+        lazy.fill(model)
+    model.to(World.current().device)
+
+
 def _set_up(parallel: Parallel, optimizer: Optimizers) -> None:
     model = parallel.model
-    if any(report.drops(module) for module in model.modules()):
-        parallel.dropout = KeyedDropout(model, _common_seed(parallel))
+    _key_dropout(parallel)
     parallel.optimizers += {id(each): each for each in optimizers.as_list(optimizer)}.values()
     raise_masters(parallel)
     distribute(parallel)
@@ -111,6 +116,11 @@ def _set_up(parallel: Parallel, optimizer: Optimizers) -> None:
         events.watch(parallel, each)
     for line in report.caveats(parallel):
         tell(line)
+
+
+def _key_dropout(parallel: Parallel) -> None:
+    if any(report.drops(module) for module in parallel.model.modules()):
+        parallel.dropout = KeyedDropout(parallel.model, _common_seed(parallel))
 
 
 def distribute(parallel: Parallel) -> None:
@@ -231,6 +241,9 @@ def _again(model: nn.Module, optimizer: Optimizers, named: Strategy | str | None
             f"this model is parallel as {text(parallel.strategy)}; to move it: model, optimizer = "
             f'cnb.redistribute(model, optimizer, "{text(wanted) or "dp=1"}")'
         )
+    taken = not tree.is_known(parallel)
+    if taken:
+        _take_up(parallel)
     fresh = {id(each): each for each in optimizers.as_list(optimizer) if each not in parallel.optimizers}
     if fresh:
         optimizers.check(optimizer, model, parallel.mesh)
@@ -238,9 +251,39 @@ def _again(model: nn.Module, optimizer: Optimizers, named: Strategy | str | None
         optimizers.cut_state(each, optimizers.whole_shapes(parallel.parameters.values()), parallel.rank)
         parallel.optimizers.append(each)
         events.watch(parallel, each)
-    if not fresh:
+    if not fresh and not taken:
         tell(f"this model is parallel already ({text(parallel.strategy) or 'one rank'}): parallelize changed nothing")
     return model if optimizer is None else (model, optimizer)
+
+
+def _take_up(parallel: Parallel) -> None:
+    """Parameters were replaced, added or removed in a model that is whole on every rank. Collective.
+
+    Raises ValueError where ranks hold parts of it.
+    """
+    if tree.is_cut(parallel):
+        tree.require_known(parallel)
+    model = parallel.model
+    _build(model, parallel.mesh)
+    _compare_weights(parallel, list(model.parameters()), [])
+    now = dict(model.named_parameters())
+    kept = {id(p) for p in now.values()}
+    for p in parallel.parameters.values():
+        if id(p) not in kept:
+            set_layout(p, None)  # an optimizer that still holds it holds a tensor outside the model
+    parallel.parameters, parallel.hooked = now, parallel.hooked & kept
+    parallel.outside = [p for p in parallel.outside if id(p) not in kept]
+    parallel.explored.clear()
+    parallel.changed()
+    KeyedDropout.forget(model)
+    parallel.dropout = None
+    _key_dropout(parallel)
+    parallel.origin = Origin.of(now)
+    raise_masters(parallel)
+    if not parallel.pending:
+        _layouts(parallel)
+    parallel.origin.made(now)
+    memory.watch(parallel)
 
 
 def _common_seed(parallel: Parallel) -> int:
@@ -257,11 +300,10 @@ def _common_number(parallel: Parallel) -> str:
     return str(int(number))
 
 
-def _compare_weights(parallel: Parallel, given: list[torch.optim.Optimizer]) -> None:
+def _compare_weights(parallel: Parallel, tensors: list[torch.Tensor], given: list[torch.optim.Optimizer]) -> None:
     """All ranks must have built the same model, and optimizers with the same settings."""
     if parallel.mesh.size == 1:
         return
-    tensors = [*parallel.model.parameters(), *parallel.model.buffers()]
     odd = differing(checksum(tensors) ^ hyperparameters.digest(given), parallel.group(), "weights checksum")
     if odd:
         hyperparameters.require_alike(given, parallel.group())

@@ -25,6 +25,7 @@ from colossal_nb.parallel.statistics import Statistics
 from colossal_nb.parallel.structure import leaves, rebuild
 from colossal_nb.parallel.tensor.vocabulary import gather
 from colossal_nb.parallel.time_first import TimeFirst
+from colossal_nb.parallel.tree import require_known
 from colossal_nb.parallel.unread import whole
 from colossal_nb.parallel.world import World
 
@@ -68,6 +69,7 @@ def removed(parallel: Parallel) -> Iterator[None]:
 def run(parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward of the global batch. Raises ValueError with pp > 1 while gradients are on."""
     require_cell(parallel)
+    require_known(parallel)
     trouble.settle(parallel)
     compiled.refuse(parallel.model, parallel.mesh.size)
     if parallel.pending:

@@ -26,6 +26,7 @@ from colossal_nb.parallel.saving import rng
 from colossal_nb.parallel.saving.contents import is_part, owner
 from colossal_nb.parallel.state import gathered, local_part
 from colossal_nb.parallel.structure import rebuild
+from colossal_nb.parallel.tree import require_known
 from colossal_nb.parallel.undo import Changes
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, Strategy
@@ -52,6 +53,7 @@ def redistribute(model: nn.Module, optimizer: Any = None, strategy: Strategy | s
             f"this {type(model).__name__} is not parallel yet: model, optimizer = cnb.parallelize(model, optimizer) "
             "under the strategy that is wanted"
         )
+    require_known(parallel)
     wanted = chosen(strategy, World.current())
     given = optimizers.as_list(optimizer)
     optimizers.check(given, model, wanted.mesh())

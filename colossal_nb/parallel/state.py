@@ -141,7 +141,12 @@ def _save(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             state[key] = done[id(tensor)]
 
 
-def _load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _load(model: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would replace parameters that parallelize knows: leave assign out, and the "
+            "weights go into them; or load before parallelize"
+        )
     rank = World.current().rank
     for name, tensor in _entries(model):
         layout, value = layout_of(tensor), state.get(prefix + name)

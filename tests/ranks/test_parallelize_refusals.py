@@ -1,11 +1,17 @@
 """parallelize refuses what cannot be right in one clear error, and notes what it chose."""
 
+import copy
+import io
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_gpt import INPUTS, TARGETS, gpt, loss_fn, train
-from torch import nn
+from small_gpt import INPUTS, TARGETS, close, gpt, loss_fn, train
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, prune
 
 import colossal_nb as cnb
 from colossal_nb.models import MLP
@@ -196,3 +202,175 @@ def test_the_report_says_where_numbers_differ(ranks: Any) -> None:
 def test_init_outside_of_torchrun() -> None:
     if World.current().store is None:
         assert "in a notebook a cell begins with %%colossal" in refusal(cnb.init, "dp=2")
+
+
+X, Y = torch.linspace(-1, 1, 96, dtype=torch.float64).view(6, 16).sin(), torch.arange(6) % 4
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).double()
+
+
+def _other_head(model: nn.Sequential) -> None:
+    torch.manual_seed(1)
+    model[2] = nn.Linear(32, 4).double()
+
+
+def _other_weight(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+def _one_more(model: nn.Sequential) -> None:
+    torch.manual_seed(2)
+    model.append(nn.Sequential(nn.Linear(4, 4), nn.Tanh())).double()
+
+
+def _one_less(model: nn.Sequential) -> None:
+    model[2] = nn.Identity()
+
+
+SWAPS = [
+    (_other_head, "2.weight (and 1 more) was replaced after parallelize, which knows another parameter of that name"),
+    (_other_weight, "0.weight was replaced after parallelize"),
+    (_one_more, "3.0.weight (and 1 more) was added after parallelize, which does not know it"),
+    (_one_less, "2.weight (and 1 more) was removed after parallelize, which still knows it"),
+]
+
+
+def _uses(strategy: str, place: Path) -> list[set[str]]:
+    found = []
+    for swap, _ in SWAPS:
+        model = cnb.parallelize(_layers(), strategy=strategy)
+        cnb.forward_backward(model, loss_fn, X, Y)
+        swap(model)
+        said = {refusal(each, model, loss_fn, X, Y) for each in (cnb.forward_backward, cnb.verify)}
+        with torch.no_grad():
+            said |= {refusal(model, X), refusal(cnb.save, place, model), refusal(copy.deepcopy, model)}
+        if strategy != "dp=2":
+            said.add(refusal(cnb.parallelize, model, torch.optim.SGD(model.parameters())))
+        found.append(said)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2", "pp=2"])
+def test_a_parameter_that_parallelize_does_not_know_is_refused_at_every_use(
+    ranks: Any, strategy: str, tmp_path: Path
+) -> None:
+    again = "call it again with a new optimizer" if strategy == "dp=2" else f"the model is cut ({strategy}), so"
+    for found in ranks(2).run(_uses, strategy, tmp_path / "saved"):
+        for (text,), (_, begin) in zip(found, SWAPS, strict=True):
+            assert text.startswith(begin) and "p.copy_(new)" in text and again in text
+    assert not (tmp_path / "saved").exists()
+
+
+def _losses(model: nn.Module, optimizer: torch.optim.Optimizer, parallel: bool) -> list[float]:
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = cnb.forward_backward(model, loss_fn, X, Y) if parallel else loss_fn(model(X), Y)
+        if not parallel:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _taken_up() -> None:
+    for swap, _ in SWAPS:
+        whole, model = _layers(), cnb.parallelize(_layers(), strategy="dp=2")
+        cnb.forward_backward(model, loss_fn, X, Y)
+        model.zero_grad()
+        for each in (whole, model):
+            swap(each)
+        first, second = (torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (whole, model))
+        cnb.parallelize(model, second)
+        assert cnb.verify(model, loss_fn, X, Y)
+        close(_losses(model, second, True), _losses(whole, first, False))
+        for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            close(found, expected)
+        close(copy.deepcopy(model)(X), whole(X))
+
+
+def test_under_dp_parallelize_again_takes_up_what_was_replaced(ranks: Any) -> None:
+    ranks(2).run(_taken_up)
+
+
+def _allowed(strategy: str) -> list[str]:
+    model = cnb.parallelize(_layers(), strategy=strategy)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    cnb.forward_backward(model, loss_fn, X, Y)
+    whole = {name: value * 2 for name, value in model.state_dict().items()}
+    if strategy == "dp=2":
+        lent = {name: nn.Parameter(value) for name, value in whole.items()}
+        close(functional_call(model, lent, (X,)), functional_call(_layers(), lent, (X,)))
+        prune.l1_unstructured(model[0], "weight", 0.5)
+        cnb.forward_backward(model, loss_fn, X, Y)
+        prune.remove(model[0], "weight")
+        parametrizations.spectral_norm(model[2])
+        cnb.forward_backward(model, loss_fn, X, Y)
+        parametrizations.weight_norm(model[0])
+        assert "original0 (and 1 more) was added" in refusal(cnb.forward_backward, model, loss_fn, X, Y)
+        return []
+    model[2].weight.data = model[2].weight.data.clone()
+    model[0].weight.requires_grad_(False)
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    assigned = refusal(model.load_state_dict, whole, assign=True)
+    model.load_state_dict(whole)
+    cnb.forward_backward(model, loss_fn, X, Y)
+    return [assigned]
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2", "pp=2"])
+def test_what_leaves_the_parameters_in_place_is_allowed(ranks: Any, strategy: str) -> None:
+    for said in ranks(2).run(_allowed, strategy):
+        assert all("leave assign out" in text for text in said)
+
+
+class Sum(nn.Module):
+    """No example can be made for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _layers()
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.net(a + b)
+
+
+def _early_copy(strategy: str) -> str:
+    model = cnb.parallelize(Sum(), strategy=strategy)
+    said = refusal(copy.deepcopy, model)
+    assert cnb.verify(model, loss_fn, (X, X), Y)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cnb.forward_backward(model, loss_fn, (X, X), Y)
+    average = copy.deepcopy(model)
+    optimizer.step()
+    with torch.no_grad():
+        for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+            mine.lerp_(other, 1.0)
+        close(average(X, X), model(X, X))
+    return said
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "pp=2"])
+def test_a_model_that_waits_for_its_first_batch_is_copied_after_it(ranks: Any, strategy: str) -> None:
+    for said in ranks(2).run(_early_copy, strategy):
+        assert "this Sum is split at its first batch" in said and "make the copy after the first step" in said
+
+
+def _pickled(strategy: str) -> set[str]:
+    model = cnb.parallelize(_layers(), strategy=strategy)
+    cnb.forward_backward(model, loss_fn, X, Y)
+    found = set()
+    for way in (lambda: torch.save(model, io.BytesIO()), lambda: pickle.dumps(nn.ModuleList([copy.deepcopy(model)]))):
+        with pytest.raises(TypeError) as error:
+            way()
+        found.add(str(error.value))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "tp=2", "pp=2"])
+def test_a_parallel_model_is_not_pickled(ranks: Any, strategy: str) -> None:
+    for (text,) in ranks(2).run(_pickled, strategy):
+        assert "cnb.save(path, model, optimizer), or torch.save(model.state_dict(), path)" in text

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from colossal_nb.parallel import optimizers as rules
 from colossal_nb.parallel.handle import Parallel, find, holds, require_cell
 from colossal_nb.parallel.layouts import layout_of
+from colossal_nb.parallel.tree import require_known
 from colossal_nb.parallel.world import World
 from colossal_nb.plan import Layout, On
 
@@ -55,6 +56,7 @@ def contents(model: nn.Module, optimizer: Any) -> Contents:
     parallel = find(model)
     if parallel is not None:
         require_cell(parallel)
+        require_known(parallel)
     given = rules.as_list(optimizer)
     rules.check(given, model)
     found: dict[int, str] = {}

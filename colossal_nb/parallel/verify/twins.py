@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from colossal_nb.parallel import objects, plain
-from colossal_nb.parallel.handle import NAME, Parallel, find
+from colossal_nb.parallel.handle import NAME, UNSPLIT, Parallel, find
 from colossal_nb.parallel.layouts import layout_of, set_layout
 from colossal_nb.parallel.outcome import alike
 from colossal_nb.parallel.saving.contents import is_part, owner
@@ -65,7 +65,7 @@ def _calm(twin: Parallel) -> None:
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, {UNSPLIT: True})  # type: ignore[dict-item]
     except Exception as error:
         raise ValueError(
             f"verify works on a copy of the model, and copy.deepcopy fails on this {type(model).__name__}: "
@@ -79,7 +79,7 @@ def sequential_twin(parallel: Parallel) -> Twin | None:
     Its weights are the parallel model's, its buffers those of their owners, its optimizers have the whole states.
     """
     here = parallel.group().index == WAITS
-    model = copy.deepcopy(parallel.model) if here else None
+    model = _copied(parallel.model) if here else None
     twin = None if model is None else find(model)
     for name, p in parallel.parameters.items():
         whole = _whole(p.detach(), p)
