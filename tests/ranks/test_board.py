@@ -88,9 +88,9 @@ def _parts(before):
     group = world.whole()
     for _ in range(before):
         group.run("all_reduce", [torch.ones(3)])
-    # As the kernel does after a rank has failed: gloo may lose the end of what a peer has cut. Late enough for the
-    # connections to be made before, on a busy machine too.
-    release = threading.Timer(10.0, group.epoch.abort, ["another rank failed"])
+    group.wire()
+    # As the kernel does after a rank has failed: gloo may lose the end of what a peer has cut.
+    release = threading.Timer(5.0, group.epoch.abort, ["another rank failed"])
     release.start()
     with pytest.raises((Mismatch, Released)) as caught:
         group.run("all_reduce", [torch.ones(3 if world.rank else 4000)])

@@ -64,8 +64,9 @@ def _calm(twin: Parallel) -> None:
 
 
 def _copied(model: nn.Module) -> nn.Module:
+    memo: dict[Any, Any] = {UNSPLIT: True}
     try:
-        return copy.deepcopy(model, {UNSPLIT: True})  # type: ignore[dict-item]
+        return copy.deepcopy(model, memo)
     except Exception as error:
         raise ValueError(
             f"verify works on a copy of the model, and copy.deepcopy fails on this {type(model).__name__}: "
